@@ -139,9 +139,7 @@ def test_the_kl_term_is_k3_with_the_right_sign_and_derivative():
 def test_log_probs_are_taken_at_the_sampling_temperature(temperature):
     case = ORACLES["temperature"]
     weight = torch.tensor(case["logits"], dtype=torch.float32).unsqueeze(1)  # with a state of [1], these are the logits
-    logps, _ = chunked_logprobs(
-        torch.ones(1, 1), weight, torch.tensor([case["token"]]), temperature=float(temperature)
-    )
+    logps, _ = chunked_logprobs(torch.ones(1, 1), weight, torch.tensor([case["token"]]), temperature=float(temperature))
     close(logps, [case["logp"][temperature]])
 
 
