@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import gc
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -128,15 +127,21 @@ class Engine:
             for i in range(len(prompt_ids))
         ]
         prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
-        bar = _progress_bar(progress) if progress else False
         # On a CPU vLLM compiles a few tiny functions at first use, which takes seconds and a C++ compiler.
         eager = torch.compiler.set_stance("force_eager") if self.device == "cpu" else contextlib.nullcontext()
+        engine, outputs = self.llm.llm_engine, []
         try:
             with eager:
-                outputs = self.llm.generate(prompts, params, use_tqdm=bar, lora_request=lora_request)
+                self.llm.enqueue(prompts, params, lora_request=lora_request, use_tqdm=False)
+                while engine.has_unfinished_requests():
+                    outputs += engine.step()
+                    if progress:
+                        unfinished = len(engine.output_processor.request_states)
+                        progress(n * len(prompts) - unfinished, n * len(prompts))
         except BaseException:
             self.abort()
             raise
+        outputs.sort(key=lambda output: int(output.request_id))  # vLLM numbers them as they were queued
         return [[_completion(sample) for sample in output.outputs] for output in outputs]
 
     def abort(self) -> None:
@@ -282,25 +287,3 @@ def _completion(sample: Any) -> Completion:
     logprobs = [step[token].logprob for token, step in zip(ids, sample.logprobs, strict=True)]
     return Completion(ids, logprobs, sample.text, sample.finish_reason)
 
-
-def _progress_bar(progress: Callable[[int, int], None]):
-    """A stand-in for tqdm that vLLM drives from the calling thread."""
-
-    class Bar:
-        def __init__(self, total: int, **_: Any) -> None:
-            self.total, self.n, self.start = total, 0, time.perf_counter()
-            self.postfix = ""
-
-        @property
-        def format_dict(self) -> dict[str, float]:
-            return {"elapsed": time.perf_counter() - self.start or 1e-9}
-
-        def update(self, count: int) -> None:
-            self.n += count
-            progress(self.n, self.total)
-
-        def refresh(self) -> None: ...
-
-        def close(self) -> None: ...
-
-    return Bar

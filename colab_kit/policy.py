@@ -47,7 +47,8 @@ class Policy:
                 lora_request=self.slot.request if use_adapter else None,
                 **sampling,
             )
-        return Samples(prepared.rows, [[completion.text for completion in group] for group in groups])
+        arguments = {"n": n, "use_adapter": use_adapter, "seed": seed, **sampling}
+        return Samples(prepared.rows, [[completion.text for completion in group] for group in groups], arguments)
 
     def sync(self) -> None:
         """Make the sampler the trained policy: copy the adapter into the engine's slot."""
@@ -70,8 +71,8 @@ class Policy:
 class Samples:
     """Prompts with their completions. `samples[i]` is the list of completions of prompt i."""
 
-    def __init__(self, rows: Sequence[dict[str, Any]], completions: Sequence[list[str]], title: str = "") -> None:
-        self.rows, self.completions, self.title = list(rows), list(completions), title
+    def __init__(self, rows: Sequence[dict[str, Any]], completions: Sequence[list[str]], sampling: dict) -> None:
+        self.rows, self.completions, self.sampling = list(rows), list(completions), sampling
 
     def __getitem__(self, index: int) -> list[str]:
         return self.completions[index]
