@@ -20,7 +20,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
-from .reward_library import (
+from .reward_library import (  # noqa: F401 - one import path for users
     completion_text,
     correct_number,
     extract_number,
@@ -30,22 +30,6 @@ from .reward_library import (
     tag_format,
 )
 
-__all__ = [
-    "RewardError",
-    "RewardTable",
-    "Scores",
-    "completion_text",
-    "correct_number",
-    "extract_number",
-    "extract_tag",
-    "format_reward",
-    "length_shaping",
-    "reward_name",
-    "score",
-    "tag_format",
-    "try_rewards",
-    "validate_reward_funcs",
-]
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 """Names that a reward function may ask for, so no dataset column may have them."""
 

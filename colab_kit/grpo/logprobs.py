@@ -38,7 +38,9 @@ def _scaled_logits(hidden, weight, bias, temperature):
     the same arithmetic; besides, a float32 copy of a 128,256 x 4,096 head would take 2 GiB. The softmax's sums, where
     half precision would really lose, are in float32.
     """
-    logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias)
+    # Autocast is on in a forward pass and off in its backward pass; the recomputed logits must be the same ones.
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias)
     return (logits if logits.dtype == torch.float64 else logits.float()).div_(temperature)
 
 
