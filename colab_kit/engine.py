@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -45,8 +44,8 @@ class Engine:
         self.can_release = device == "cuda" and standby_requested()
 
     @classmethod
-    def start(cls, model: str, settings: Settings, *, dtype: str, kv_cache_bytes: int | None, **overrides: Any):
-        """Start vLLM on a local model folder. `kv_cache_bytes` is the size of the KV cache."""
+    def start(cls, model: str, settings: Settings, choice: Any, **overrides: Any):
+        """Start vLLM on a local model folder, with the dtype and the KV cache that the plan chose."""
         prepare_environment()
         with real_file_descriptors():
             import torch
@@ -60,7 +59,7 @@ class Engine:
             with preserved_rng():
                 llm = LLM(
                     model=model,
-                    dtype=dtype,
+                    dtype=choice.dtype,
                     quantization="bitsandbytes" if settings.load_in_4bit else None,
                     max_model_len=settings.max_model_length,
                     max_num_seqs=settings.vllm_max_num_seqs or min(settings.completions_per_step, 64),
@@ -70,11 +69,12 @@ class Engine:
                     enable_prefix_caching=True,
                     enable_sleep_mode=device == "cuda" and standby_requested(),
                     logprobs_mode="processed_logprobs",
-                    kv_cache_memory_bytes=kv_cache_bytes,
+                    kv_cache_memory_bytes=choice.kv_cache_bytes,
+                    max_num_batched_tokens=choice.max_num_batched_tokens,
                     seed=settings.seed,
                     disable_log_stats=True,
                     use_tqdm_on_load=False,
-                    **(graph_arguments(settings, device) | overrides),
+                    **(utilization(settings) | graph_arguments(settings, device) | overrides),
                 )
         return cls(llm, settings, device, llm.llm_engine.model_config.dtype)
 
@@ -172,7 +172,6 @@ class Engine:
     def restore_kv_cache(self) -> None:
         import torch
 
-        gc.collect()
         torch.cuda.empty_cache()  # the trainer's cached blocks are the cache's memory
         self.llm.wake_up(tags=["kv_cache"])
 
@@ -198,6 +197,11 @@ class Engine:
     def kv_cache_tokens(self) -> int:
         config = self.core.vllm_config.cache_config
         return config.num_gpu_blocks * config.block_size
+
+
+def utilization(settings: Settings) -> dict[str, Any]:
+    share = settings.vllm_gpu_memory_utilization
+    return {} if share is None else {"gpu_memory_utilization": share}
 
 
 def graph_arguments(settings: Settings, device: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from typing import Any
 
 import torch
@@ -223,10 +224,16 @@ class HostStore:
             # Registered by hand: torch's pinned allocator rounds up to a power of two.
             self.buffer = torch.empty(needed, dtype=torch.uint8)
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), needed, 0))
+            self._unpin = weakref.finalize(self, unpin, self.buffer, self.stream)
 
     def close(self) -> None:
         """Unpin and free."""
-        if self.buffer is not None and self.buffer.numel():
-            self.stream.synchronize()
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr()))
+        if self.buffer is not None:
+            self._unpin()
         self.buffer = None
+
+
+def unpin(buffer: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    # Memory that is freed while registered leaves the driver with a mapping that fails some later, innocent call.
+    stream.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())

@@ -23,6 +23,8 @@ class Policy:
         """the PEFT model; its base weights are views of the engine's"""
         self.slot = Slot(engine, model)
         self.standby = Standby(engine, enabled=True)
+        self.host_store = None
+        """pinned host memory for long sequences; made by the first run that needs it, kept for the next"""
 
     @property
     def device(self):
@@ -149,7 +151,7 @@ def load(settings: Settings) -> Policy:
 
     choice = choose_memory(settings, config)
     print(choice)
-    engine = Engine.start(folder, settings, dtype=choice.dtype, kv_cache_bytes=choice.kv_cache_bytes)
+    engine = Engine.start(folder, settings, choice)
     say(f"engine ready: the KV cache holds {engine.kv_cache_tokens:,} tokens")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     from .adapter import add_adapter

