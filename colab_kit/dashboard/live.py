@@ -202,7 +202,7 @@ def bundle(report: Report) -> dict[str, str]:
         found["text/plain"] += f"\n(no PNG: {type(error).__name__}: {error})"
     rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in text.figures(report))
     table = (
-        f'<details style="margin:8px 4px"><summary style="cursor:pointer">All figures</summary>'
+        f'<details style="{picture.ROOT};margin-top:8px"><summary style="cursor:pointer">All figures</summary>'
         f"<table>{rows}</table></details>"
     )
     figures = picture.figures(report, None, found.get("image/png", ""))

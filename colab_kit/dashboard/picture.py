@@ -99,10 +99,7 @@ def figures(report: Report, now: Now | None = None, png: str = "") -> str:
 def progress(report: Report, now: Now | None) -> str:
     """Step k of n, the phase, time gone and left, tokens/s."""
     if now is None:
-        color = STATUS_COLORS.get(report.status, GREY)
-        chip = escape(
-            report.error or {"done": "finished", "running": "between steps"}.get(report.status, report.status)
-        )
+        color, chip = STATUS_COLORS.get(report.status, GREY), escape(report.error)
     else:
         color = PHASE_COLORS.get(now.phase, GREY)
         chip = escape(now.phase or "starting")
@@ -128,7 +125,7 @@ def progress(report: Report, now: Now | None) -> str:
     if now:
         tiles.append(tile("time left", text.duration(left[0]) if left else "–", "&nbsp;" if left else "from step 3"))
     tiles += [
-        tile("a step", text.duration(each), "median of the last 10" if each else "from step 3"),
+        tile("a step", text.duration(each), "recent median" if each else "from step 3"),
         tile("tokens/s", text.number(speed[0]) if speed else "–", speed[1] if speed else "&nbsp;"),
         tile("reward", text.number(report.last("reward")), spread(report)),
     ]
@@ -164,11 +161,11 @@ def learning(report: Report, fallback: str = "") -> str:
     whole = [(s, mean, std[s]) for s, mean in means if mean is not None and std.get(s) is not None]
     low, high = thin([(s, m - d) for s, m, d in whole]), thin([(s, m + d) for s, m, d in whole])
     band = [(s, below, above) for (s, below), (_, above) in zip(low, high, strict=True)]
-    lines = [Line(raw, BLUE, width=1.25, opacity=0.55), Line(thin(trend), BLUE, width=2.5)]
+    lines = [Line(raw, SKY, width=1.5, opacity=0.9), Line(thin(trend), BLUE, width=2.5)]
     label = f"Mean reward by step. {text.sentence(report)}"
     keys = [key(swatch(BLUE), "trend", text.number(trend[-1][1] if trend else None))]
-    keys.append(key(swatch(f"{BLUE};opacity:.5;border-top-width:1.5px"), "mean", text.number(report.last("reward"))))
-    keys.append(key(swatch(f"{BLUE};opacity:.22", block=True), "± spread", text.number(report.last("reward_std"))))
+    keys.append(key(swatch(SKY), "mean", text.number(report.last("reward"))))
+    keys.append(key(swatch(f"{BLUE};opacity:.22", block=True), "spread", text.number(report.last("reward_std"))))
     reward = plot(lines, x, label, ends=ends, band=band, extra=fallback) + legend(keys, 100)
     cards = [card("Mean reward", reward)]
     names = report.reward_names
@@ -194,7 +191,7 @@ def small(report: Report, x: tuple[float, float]) -> str:
     shown = [
         ("groups without signal", "frac_reward_zero_std", text.percent, RED, 1.0),
         ("completion length, tokens", "completions/mean_length", text.number, BLUE, None),
-        ("cut at the limit", "completions/clipped_ratio", text.percent, ORANGE, 1.0),
+        ("truncated at the limit", "completions/clipped_ratio", text.percent, ORANGE, 1.0),
     ]
     if report.settings.get("beta") or report.finite("kl"):
         shown.append(("KL to the base model", "kl", text.number, PURPLE, None))
@@ -209,13 +206,20 @@ def small(report: Report, x: tuple[float, float]) -> str:
     return grid(cells, 150, "0 12px")
 
 
+def used_gib(report: Report) -> list[tuple[str, float]]:
+    """What fills the card now, in GiB: the known parts first, always in the same order."""
+    used = (report.memory or {}).get("used_gib") or {}
+    names = [name for name in MEMORY if name in used] + [name for name in used if name not in MEMORY]
+    return [(name, used[name]) for name in names if is_number(used[name])]
+
+
 def memory(report: Report) -> str:
     """The card as one bar, the timeline with the sleeping phases shaded, the peak, and what was saved."""
     now, body = report.memory or {}, ""
-    used = {name: size for name, size in (now.get("used_gib") or {}).items() if is_number(size)}
+    used = used_gib(report)
     free, total = now.get("free_gib"), now.get("total_gib")
     if used:
-        parts = [(*MEMORY.get(name, (name, GREY)), size) for name, size in used.items()]
+        parts = [(*MEMORY.get(name, (name, GREY)), size) for name, size in used]
         parts += [("free", "", free)] if is_number(free) else []
         label = "Memory now: " + ", ".join(f"{name} {text.gib(size)}" for name, _, size in parts)
         keys = [key(swatch(color, block=True), name, text.gib(size)) for name, color, size in parts]

@@ -8,9 +8,9 @@ import textwrap
 from typing import Any
 
 from . import text
-from .picture import MEMORY
+from .picture import MEMORY, used_gib
 from .report import Report, is_number
-from .svg import BLUE, Line, axis, reach, smooth, style_of, thin, ticks
+from .svg import BLUE, SKY, Line, axis, reach, smooth, style_of, thin, ticks
 
 WIDTH, MARGIN, SHARP = 900, 24, 2  # pixels; drawn at twice the size, then reduced, so that edges are smooth
 PAPER, INK, SOFT, LINES, BAND = "#ffffff", "#1f2328", "#656d76", "#e3e5e8", "#d9eaf4"
@@ -49,7 +49,7 @@ class Sheet:
         self.draw.rectangle((x0 * SHARP, y0 * SHARP, x1 * SHARP - 1, y1 * SHARP - 1), fill=color)
 
     def encoded(self) -> str:
-        image = self.image.resize((WIDTH, self.height), 1).quantize(96)  # 1: Lanczos; few colours: small notebooks
+        image = self.image.resize((WIDTH, self.height), 1).quantize(128, method=2)  # Lanczos; fast octree
         buffer = io.BytesIO()
         image.save(buffer, "PNG", optimize=True)
         return base64.b64encode(buffer.getvalue()).decode()
@@ -60,9 +60,9 @@ def draw(report: Report) -> str:
     said = textwrap.wrap(text.sentence(report), 112)
     facts = [(name, value) for name, value in text.figures(report) if name != "savings"]
     ends = textwrap.wrap(text.savings(report), 118)
-    used = [(name, size) for name, size in ((report.memory or {}).get("used_gib") or {}).items() if is_number(size)]
+    used = used_gib(report)
     half = (len(facts) + 1) // 2
-    height = 92 + 20 * len(said) + 230 + (64 if used else 0) + 20 * half + 20 * len(ends) + MARGIN
+    height = 290 + 20 * len(said) + (64 if used else 0) + 20 * half + (4 + 20 * len(ends) if ends else 0) + MARGIN
     sheet = Sheet(height)
     title = text.status(report) + (f": {report.error}" if report.error else "")
     sheet.write(MARGIN, 20, title[:80], 20)
@@ -74,7 +74,7 @@ def draw(report: Report) -> str:
     trend, raw = smooth(report.values("reward")), report.values("reward")
     std = dict(report.values("reward_std"))
     band = [(s, m - std[s], m + std[s]) for s, m in raw if m is not None and std.get(s) is not None]
-    mean = [Line(thin(raw), "#8bbcd9", "", 1.2), Line(thin(trend), BLUE, "", 2.4)]
+    mean = [Line(thin(raw), SKY, "", 1.5), Line(thin(trend), BLUE, "", 2.4)]
     chart(sheet, (MARGIN, y + 10, middle - 14, y + 220), "Mean reward: trend, spread", mean, report, band)
     each = [(f"rewards/{name}/mean", *style_of(index)) for index, name in enumerate(report.reward_names)]
     lines = [Line(thin(smooth(report.values(name))), color, dash, 2) for name, color, dash in each]
@@ -92,7 +92,7 @@ def draw(report: Report) -> str:
     for index, (name, value) in enumerate(facts):
         x, row = (MARGIN, index) if index < half else (middle + 14, index - half)
         sheet.write(x, y + 20 * row, name, 13, SOFT)
-        sheet.write(x + 150, y + 20 * row, value if len(value) < 46 else value[:43] + "...", 13)
+        sheet.write(x + 150, y + 20 * row, (value if len(value) < 46 else value.split(" (")[0])[:45], 13)
     y += 20 * half
     for row, words in enumerate(ends):
         sheet.write(MARGIN, y + 4 + 20 * row, words, 13)

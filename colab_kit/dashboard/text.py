@@ -90,8 +90,9 @@ def savings(report: Report) -> str:
     parts = [found.get(key) for key in ("with_gib", "without_gib", "saved_gib")]
     if not all(map(is_number, parts)):
         return ""
+    saved = round(parts[1], 1) - round(parts[0], 1)  # of the figures as shown, so that the sum is right
     share = f", {percent(parts[2] / parts[1])}" if parts[1] else ""
-    said = f"With Standby {gib(parts[0])} at peak; the same run without: {gib(parts[1])}; saved {gib(parts[2])}{share}."
+    said = f"With Standby {gib(parts[0])} at peak; the same run without: {gib(parts[1])}; saved {gib(saved)}{share}."
     return said + (f" Reference: {found['reference']}." if found.get("reference") else "")
 
 
@@ -124,7 +125,7 @@ def line(report: Report) -> str:
         parts.append(f"{name} {number(row.get(f'rewards/{name}/mean'))}")
     parts.append(f"no signal {percent(row.get('frac_reward_zero_std'))}")
     parts.append(f"length {number(row.get('completions/mean_length'))}")
-    parts.append(f"cut {percent(row.get('completions/clipped_ratio'))}")
+    parts.append(f"truncated {percent(row.get('completions/clipped_ratio'))}")
     if is_number(row.get("kl")):
         parts.append(f"KL {number(row['kl'])}")
     phases = [f"{key[5:]} {duration(row[key])}" for key in row if key.startswith("time/") and is_number(row[key])]
@@ -158,7 +159,7 @@ def figures(report: Report) -> list[tuple[str, str]]:
     if lengths := report.finite("completions/mean_length"):
         rows.append(("completion length", f"{number(lengths[-1])} tokens; first {number(lengths[0])}"))
     if cut := report.finite("completions/clipped_ratio"):
-        rows.append(("cut at the limit", f"{percent(cut[-1])}; whole run {percent(fmean(cut))}"))
+        rows.append(("truncated at the limit", f"{percent(cut[-1])}; whole run {percent(fmean(cut))}"))
     if kls := report.finite("kl"):
         rows.append(("KL", number(kls[-1])))
     if report.peak_gib() is not None:
