@@ -26,7 +26,7 @@ def completions(report: Report) -> str:
     if len(rows) > MOST_ROWS:
         body += f'<div style="{SMALL};padding-top:6px">and {len(rows) - MOST_ROWS} more</div>'
     body = f'<div tabindex="0" style="height:270px;overflow:auto;resize:vertical;margin-top:4px">{body}</div>'
-    inner = card("Latest completions", body, f"after step {shown['step']}" if shown.get("step") else "")
+    inner = card("Latest completions", body, f"step {shown['step']}" if shown.get("step") else "")
     return f'<div class="tex2jax_ignore mathjax_ignore" style="{ROOT}">{inner}</div>'
 
 

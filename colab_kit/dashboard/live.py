@@ -107,10 +107,13 @@ class Dashboard:
         """What fills the card now, in GiB by the driver's figures: weights, kv_cache, training, other."""
         self.report.memory = clean({"used_gib": used_gib, "free_gib": free_gib, "total_gib": total_gib})
 
-    def completions(self, prompt: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """One prompt and its generations: completion, reward, advantage, rewards ({name: value})."""
-        kept = [clean(row) for row in rows]
-        self.report.completions = {"step": self.report.step + 1, "prompt": str(prompt), "rows": kept}
+    def completions(self, prompt: str, rows: Sequence[Mapping[str, Any]], step: int | None = None) -> None:
+        """One prompt and its generations: completion, reward, advantage, rewards ({name: value}).
+
+        `step` None: that of the step under way, whose figures are still to come.
+        """
+        step = self.report.step + 1 if step is None else step
+        self.report.completions = {"step": step, "prompt": str(prompt), "rows": [clean(row) for row in rows]}
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """The figures of a finished step, under TRL's names."""

@@ -80,7 +80,7 @@ def tile(name: str, value: str, below: str = "&nbsp;") -> str:
 def key(mark: str, name: str, value: str = "", bold: bool = False) -> str:
     """One entry of a legend."""
     weight = "font-weight:600" if bold else ""
-    value = f'<span style="margin-left:auto;opacity:.72">{value}</span>' if value else ""
+    value = f'<span style="margin-left:auto;flex:none;font-weight:400;opacity:.72">{value}</span>' if value else ""
     return (
         f'<div style="display:flex;gap:7px;align-items:center;min-width:0;font-size:12px;{weight}">{mark}'
         f'<span title="{escape(name)}" style="{ONE_LINE}">{escape(name)}</span>{value}</div>'
@@ -89,11 +89,26 @@ def key(mark: str, name: str, value: str = "", bold: bool = False) -> str:
 
 def figures(report: Report, now: Now | None = None, png: str = "") -> str:
     """Progress, learning and memory. `now` None: the run is over. `png`: base64, for viewers that strip SVG."""
-    fallback = f'<img alt="{escape(text.final(report))}" src="data:image/png;base64,{png}">' if png else ""
-    parts = [progress(report, now), learning(report, fallback)]
+    parts = [
+        progress(report, now),
+        f'<div style="margin:8px 0 0;font-size:14px;min-height:2.9em;display:flex;'
+        f'align-items:center">{escape(text.sentence(report))}</div>',
+        instead(report, png) if png else "",
+        learning(report),
+    ]
     if report.memory or report.samples or report.peak_gib() is not None:
         parts.append(memory(report))
     return f'<div class="tex2jax_ignore mathjax_ignore" style="{ROOT}">{"".join(parts)}</div>'
+
+
+def instead(report: Report, png: str) -> str:
+    """The PNG, where nothing draws it: inside an SVG's <defs>.
+
+    A viewer that strips SVG, as JupyterLab does in a notebook it does not trust, keeps the picture in the wrapper.
+    """
+    image = f'<img alt="{escape(text.final(report))}" src="data:image/png;base64,{png}" style="max-width:100%">'
+    hidden = f"<defs><foreignObject>{image}</foreignObject></defs>"
+    return f'<svg aria-hidden="true" width="0" height="0" style="position:absolute">{hidden}</svg>'
 
 
 def progress(report: Report, now: Now | None) -> str:
@@ -145,14 +160,17 @@ def phases(report: Report, now: Now | None, left: Mapping[str, float]) -> str:
     label = "Seconds a step: " + (", ".join(f"{n} {text.duration(each[n])}" for n in names if n in each) or "unknown")
     keys = []
     for name in names:
-        value = text.duration(each.get(name)) + (f" · {text.duration(left[name])} left" if name in left else "")
         mark = swatch(PHASE_COLORS.get(name, GREY), block=True)
-        keys.append(key(mark, name, value, bold=bool(now) and now.phase == name))
+        entry = key(mark, name, text.duration(each.get(name)), bold=bool(now) and now.phase == name)
+        if now:
+            to_go = f"{text.duration(left[name])} left" if name in left else "&nbsp;"
+            entry = f'<div>{entry}<div style="{SMALL};text-align:right">{to_go}</div></div>'
+        keys.append(entry)
     return f'<div style="margin:12px 0 6px">{stack(parts, 6, label)}</div>{grid(keys, 190, "2px 20px")}'
 
 
-def learning(report: Report, fallback: str = "") -> str:
-    """The sentence, the mean reward, each reward function, and the figures that warn."""
+def learning(report: Report) -> str:
+    """The mean reward, each reward function, and the figures that warn."""
     end = reach(report.step, report.total_steps)
     x, ends = (1, end), ("step 1", f"step {end:,}")
     means = report.values("reward")
@@ -166,7 +184,7 @@ def learning(report: Report, fallback: str = "") -> str:
     keys = [key(swatch(BLUE), "trend", text.number(trend[-1][1] if trend else None))]
     keys.append(key(swatch(SKY), "mean", text.number(report.last("reward"))))
     keys.append(key(swatch(f"{BLUE};opacity:.22", block=True), "spread", text.number(report.last("reward_std"))))
-    reward = plot(lines, x, label, ends=ends, band=band, extra=fallback) + legend(keys, 100)
+    reward = plot(lines, x, label, ends=ends, band=band) + legend(keys, 100)
     cards = [card("Mean reward", reward)]
     names = report.reward_names
     series = [report.values(f"rewards/{name}/mean") for name in names]
@@ -175,11 +193,7 @@ def learning(report: Report, fallback: str = "") -> str:
     label = "Trend of each reward function. " + ", ".join(f"{n}: {v}" for n, v in zip(names, values, strict=True))
     keys = [key(swatch(*style_of(i)), n, v) for i, (n, v) in enumerate(zip(names, values, strict=True))]
     cards.append(card("Reward functions", plot(lines, x, label, ends=ends) + legend(keys, 140), "trend of the mean"))
-    said = escape(text.sentence(report))
-    return (
-        f'<div style="margin:14px 0 0;font-size:14px;min-height:2.9em;display:flex;align-items:center">{said}</div>'
-        f"{grid(cards, 340, '0 12px')}{small(report, x)}"
-    )
+    return grid(cards, 340, "0 12px") + small(report, x)
 
 
 def legend(keys: list[str], narrowest: int) -> str:

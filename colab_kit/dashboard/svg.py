@@ -111,15 +111,12 @@ class Scale:
         return "".join("M" + "L".join(run) if len(run) > 1 else f"M{run[0]}h.01" for run in runs if run)
 
 
-def svg(body: str, height: str, label: str, extra: str = "") -> str:
-    """An SVG as wide as its parent; `label` is its text equivalent, `extra` goes where it is never drawn."""
+def svg(body: str, height: str, label: str) -> str:
+    """An SVG as wide as its parent; `label` is its text equivalent."""
     label = escape(label)
-    # Elements of <defs> are not drawn. A viewer that strips SVG keeps the allowed elements inside it: `extra` is a
-    # picture in such a wrapper, which then takes the drawing's place.
-    hidden = f"<defs><foreignObject>{extra}</foreignObject></defs>" if extra else ""
     return (
         f'<svg role="img" aria-label="{label}" viewBox="0 0 {WIDE} {HIGH}" preserveAspectRatio="none" '
-        f'style="display:block;width:100%;height:{height};overflow:visible"><title>{label}</title>{hidden}{body}</svg>'
+        f'style="display:block;width:100%;height:{height};overflow:visible"><title>{label}</title>{body}</svg>'
     )
 
 
@@ -143,7 +140,6 @@ def plot(
     rules: Sequence[tuple[float, str]] = (),
     floor: float | None = None,
     unit: str = "",
-    extra: str = "",
 ) -> str:
     """Lines over an axis with labels, `height` px high whatever it holds.
 
@@ -177,7 +173,7 @@ def plot(
         f'<div style="display:flex;gap:8px;height:{height}px;margin:8px 0 3px">'
         f'<div aria-hidden="true" style="position:relative;flex:none;width:34px;font-size:11px;line-height:1;'
         f'opacity:.7;white-space:nowrap">{labels}</div>'
-        f'<div style="flex:1;min-width:0">{svg("".join(body), "100%", label, extra)}</div></div>'
+        f'<div style="flex:1;min-width:0">{svg("".join(body), "100%", label)}</div></div>'
         f'<div aria-hidden="true" style="display:flex;justify-content:space-between;margin-left:42px;font-size:11px;'
         f'opacity:.7"><span>{escape(ends[0])}</span><span>{escape(ends[1])}</span></div>'
     )

@@ -10,7 +10,7 @@ NONE = "–"
 
 
 def number(value: float | None) -> str:
-    """Three or so significant digits; a dash for None and for what is not finite."""
+    """Two or three significant digits; a dash for None and for what is not finite."""
     if not is_number(value):
         return NONE
     size = abs(value)
@@ -22,7 +22,7 @@ def number(value: float | None) -> str:
         return f"{value:.1f}"
     if size >= 0.0995 or size == 0:
         return f"{value:.2f}"
-    return f"{value:.3f}" if size >= 0.00995 else f"{value:.1e}"
+    return f"{value:.2g}"
 
 
 def signed(value: float | None) -> str:
