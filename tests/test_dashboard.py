@@ -211,7 +211,7 @@ def test_a_fault_in_drawing_never_ends_a_run(front, monkeypatch):
     said: list[str] = []
     report = Report({}, None, 3)
     with Dashboard(report, mode="widget", write=said.append) as dash:
-        monkeypatch.setattr(picture, "figures", lambda *_: 1 / 0)
+        monkeypatch.setattr(picture, "figures", lambda *_, **__: 1 / 0)
         dash._drawn.clear()
         stand_in_run.play(dash, report)
     faults = [words for words in said if "ZeroDivisionError" in words]
@@ -322,7 +322,7 @@ def test_sentence_says_what_the_figures_bear():
 
     rising = report([0.05 + 0.02 * step + 0.01 * (step % 2) for step in range(20)])
     assert rising == "Reward up 0.30 since the start (0.094 → 0.40); 4% of groups gave no signal."
-    assert report([0.3, 0.1, 0.4, 0.2] * 5).startswith("No clear change in reward yet (0.25")
+    assert report([0.3, 0.1, 0.4, 0.2] * 5).startswith("No clear change in reward yet (0.26 → 0.24)")
     assert report([0.5 - 0.02 * step for step in range(20)]).startswith("Reward down 0.30")
     assert "too hard, or already solved" in report([0.0] * 8, silent=1.0)
     assert report([0.2]) == "Reward 0.20 so far; 4% of groups gave no signal."

@@ -55,6 +55,7 @@ class Dashboard:
         self._drawn: deque[float] = deque(maxlen=MOST_REDRAWS)
         self._drawn_progress = -WINDOW
         self._thread = threading.get_ident()
+        self._learned = (-1, "")  # steps and their drawing: nearly all of a frame, and the same until the next step
         self._front: _Widgets | None = None
 
     @classmethod
@@ -149,7 +150,10 @@ class Dashboard:
         self.redraws += 1
         self._now.since_step = now - self._step_began
         try:
-            self._front.show(picture.figures(self.report, self._now), completions(self.report))
+            if self._learned[0] != len(self.report.steps):
+                self._learned = (len(self.report.steps), picture.learning(self.report))
+            figures = picture.figures(self.report, self._now, learned=self._learned[1])
+            self._front.show(figures, completions(self.report))
         except Exception as error:
             self._fall_back(error)
         return True

@@ -87,15 +87,12 @@ def key(mark: str, name: str, value: str = "", bold: bool = False) -> str:
     )
 
 
-def figures(report: Report, now: Now | None = None, png: str = "") -> str:
-    """Progress, learning and memory. `now` None: the run is over. `png`: base64, for viewers that strip SVG."""
-    parts = [
-        progress(report, now),
-        f'<div style="margin:8px 0 0;font-size:14px;min-height:2.9em;display:flex;'
-        f'align-items:center">{escape(text.sentence(report))}</div>',
-        instead(report, png) if png else "",
-        learning(report),
-    ]
+def figures(report: Report, now: Now | None = None, png: str = "", learned: str = "") -> str:
+    """Progress, learning and memory. `now` None: the run is over. `png`: base64, for viewers that strip SVG.
+
+    `learned` is what `learning` gave since the last step: it is most of the work, and changes only with a step.
+    """
+    parts = [progress(report, now), instead(report, png) if png else "", learned or learning(report)]
     if report.memory or report.samples or report.peak_gib() is not None:
         parts.append(memory(report))
     return f'<div class="tex2jax_ignore mathjax_ignore" style="{ROOT}">{"".join(parts)}</div>'
@@ -170,7 +167,7 @@ def phases(report: Report, now: Now | None, left: Mapping[str, float]) -> str:
 
 
 def learning(report: Report) -> str:
-    """The mean reward, each reward function, and the figures that warn."""
+    """The sentence, the mean reward, each reward function, and the figures that warn."""
     end = reach(report.step, report.total_steps)
     x, ends = (1, end), ("step 1", f"step {end:,}")
     means = report.values("reward")
@@ -193,7 +190,11 @@ def learning(report: Report) -> str:
     label = "Trend of each reward function. " + ", ".join(f"{n}: {v}" for n, v in zip(names, values, strict=True))
     keys = [key(swatch(*style_of(i)), n, v) for i, (n, v) in enumerate(zip(names, values, strict=True))]
     cards.append(card("Reward functions", plot(lines, x, label, ends=ends) + legend(keys, 140), "trend of the mean"))
-    return grid(cards, 340, "0 12px") + small(report, x)
+    said = escape(text.sentence(report))
+    return (
+        f'<div style="margin:8px 0 0;font-size:14px;min-height:2.9em;display:flex;align-items:center">{said}</div>'
+        f"{grid(cards, 340, '0 12px')}{small(report, x)}"
+    )
 
 
 def legend(keys: list[str], narrowest: int) -> str:

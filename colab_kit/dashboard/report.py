@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 PHASES = ("generating", "scoring", "training", "syncing")
@@ -70,6 +70,7 @@ class Report:
         self.path = Path(output_dir) / "metrics.jsonl" if output_dir is not None else None
         self.total_steps = int(total_steps)
         self.steps: list[dict[str, Any]] = list(steps)
+        self._columns: dict[str, list[tuple[int, float | None]]] = {}
         self.status = "running"  # then done, interrupted or failed; unfinished: read from a file without an end
         self.error = ""
         self.memory: dict[str, Any] | None = None
@@ -123,6 +124,7 @@ class Report:
     def _keep(self, row: dict[str, Any]) -> None:
         while self.steps and self.steps[-1]["step"] >= row["step"]:
             self.steps.pop()
+            self._columns.clear()
         self.steps.append(row)
         for key in row:
             if key.startswith("rewards/") and key.endswith("/mean") and key[8:-5] not in self.reward_names:
@@ -207,11 +209,16 @@ class Report:
 
     def values(self, name: str) -> list[tuple[int, float | None]]:
         """(step, value) of one metric; None where it was missing or not finite."""
-        return [(row["step"], value if is_number(value := row.get(name)) else None) for row in self.steps]
+        known = self._columns.setdefault(name, [])
+        if len(known) > len(self.steps):
+            known.clear()
+        new = self.steps[len(known) :]  # a frame must not cost more the longer the run has been going
+        known.extend((row["step"], value if is_number(value := row.get(name)) else None) for row in new)
+        return known
 
-    def finite(self, name: str) -> list[float]:
-        """The finite values of one metric, in order."""
-        return [value for _, value in self.values(name) if value is not None]
+    def finite(self, name: str, recent: int = 0) -> list[float]:
+        """The finite values of one metric, in order; `recent` counts the last steps to look at, 0 means all."""
+        return [value for _, value in self.values(name)[-recent:] if value is not None]
 
     def last(self, name: str) -> float | None:
         """The metric's value in the last step."""
@@ -224,7 +231,7 @@ class Report:
 
     def step_seconds(self) -> float | None:
         """Median seconds of the last 10 steps; None before step 3 is done."""
-        recent = self.finite("step_time")[-WINDOW:]
+        recent = self.finite("step_time", WINDOW)
         return median(recent) if len(recent) >= FIRST_ESTIMATE else None
 
     def phase_seconds(self) -> dict[str, float]:
@@ -232,7 +239,7 @@ class Report:
         found: dict[str, None] = {f"time/{phase}": None for phase in PHASES}
         if self.steps:
             found |= dict.fromkeys(key for key in self.steps[-1] if key.startswith("time/"))
-        recent = {key[5:]: self.finite(key)[-WINDOW:] for key in found}
+        recent = {key[5:]: self.finite(key, WINDOW) for key in found}
         return {phase: median(values) for phase, values in recent.items() if values}
 
     def seconds_left(self, since_step: float = 0.0) -> tuple[float, dict[str, float]] | None:
@@ -256,7 +263,7 @@ class Report:
             pairs = [(length, spent) for length, spent in pairs if is_number(length) and is_number(spent) and spent]
             if pairs:
                 return batch * sum(length for length, _ in pairs) / sum(spent for _, spent in pairs), "generating"
-        counts, times = self.finite("num_tokens")[-WINDOW:], self.finite("step_time")[-WINDOW + 1 :]
+        counts, times = self.finite("num_tokens", WINDOW), self.finite("step_time", WINDOW - 1)
         if len(counts) == len(times) + 1 and sum(times):
             return (counts[-1] - counts[0]) / sum(times), "all told"
         return None
@@ -272,8 +279,8 @@ class Report:
             return None
         k = min(5, len(rewards) // 3)
         first, last = fmean(rewards[:k]), fmean(rewards[-k:])
-        scatter = stdev(b - a for a, b in zip(rewards, rewards[1:], strict=False)) / math.sqrt(2)
-        return first, last, abs(last - first) > 2 * scatter * math.sqrt(2 / k)
+        jumps = fmean((b - a) ** 2 for a, b in zip(rewards, rewards[1:], strict=False))
+        return first, last, abs(last - first) > 2 * math.sqrt(jumps / 2) * math.sqrt(2 / k)
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
         from .live import bundle

@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from statistics import fmean
 
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 SERIES = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY)
@@ -48,7 +47,8 @@ def thin(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
     thinned = []
     for group in groups:
         known = [y for _, y in group if y is not None]
-        thinned.append((fmean(x for x, _ in group), fmean(known) if known else None))
+        middle = (group[0][0] + group[-1][0]) / 2
+        thinned.append((middle, sum(known) / len(known) if known else None))
     return thinned
 
 
