@@ -122,7 +122,7 @@ def progress(report: Report, now: Now | None) -> str:
     head = (
         f'<div style="display:flex;flex-wrap:wrap;align-items:center;gap:2px 14px">'
         f'<span style="font-size:20px;font-weight:600;flex:none">{escape(text.status(report))}</span>'
-        f'<span style="flex:1 1 260px;min-width:0;{ONE_LINE}"><span style="display:inline-block;width:9px;height:9px;'
+        f'<span style="flex:1 1 260px;min-width:0;{ONE_LINE if now else ""}"><span style="display:inline-block;width:9px;height:9px;'
         f'border-radius:50%;background:{color};margin-right:7px"></span>{chip}</span></div>'
     )
     bar = (
@@ -163,7 +163,7 @@ def phases(report: Report, now: Now | None, left: Mapping[str, float]) -> str:
             to_go = f"{text.duration(left[name])} left" if name in left else "&nbsp;"
             entry = f'<div>{entry}<div style="{SMALL};text-align:right">{to_go}</div></div>'
         keys.append(entry)
-    return f'<div style="margin:12px 0 6px">{stack(parts, 6, label)}</div>{grid(keys, 190, "2px 20px")}'
+    return f'<div style="margin:12px 0 6px">{stack(parts, 6, label)}</div>{grid(keys, 150, "2px 20px")}'
 
 
 def learning(report: Report) -> str:
@@ -181,7 +181,7 @@ def learning(report: Report) -> str:
     keys = [key(swatch(BLUE), "trend", text.number(trend[-1][1] if trend else None))]
     keys.append(key(swatch(SKY), "mean", text.number(report.last("reward"))))
     keys.append(key(swatch(f"{BLUE};opacity:.22", block=True), "spread", text.number(report.last("reward_std"))))
-    reward = plot(lines, x, label, ends=ends, band=band) + legend(keys, 100)
+    reward = plot(lines, x, label, ends=ends, band=band, floor=0) + legend(keys, 100)
     cards = [card("Mean reward", reward)]
     names = report.reward_names
     series = [report.values(f"rewards/{name}/mean") for name in names]
@@ -189,7 +189,9 @@ def learning(report: Report) -> str:
     values = [text.number(report.last(f"rewards/{name}/mean")) for name in names]
     label = "Trend of each reward function. " + ", ".join(f"{n}: {v}" for n, v in zip(names, values, strict=True))
     keys = [key(swatch(*style_of(i)), n, v) for i, (n, v) in enumerate(zip(names, values, strict=True))]
-    cards.append(card("Reward functions", plot(lines, x, label, ends=ends) + legend(keys, 140), "trend of the mean"))
+    cards.append(
+        card("Reward functions", plot(lines, x, label, ends=ends, floor=0) + legend(keys, 140), "trend of the mean")
+    )
     said = escape(text.sentence(report))
     return (
         f'<div style="margin:8px 0 0;font-size:14px;min-height:2.9em;display:flex;align-items:center">{said}</div>'

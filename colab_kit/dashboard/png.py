@@ -57,15 +57,14 @@ class Sheet:
 
 def draw(report: Report) -> str:
     """The report as a PNG in base64, 900 px wide. Raises ImportError without Pillow."""
-    said = textwrap.wrap(text.sentence(report), 112)
+    said = textwrap.wrap(report.error, 112) + textwrap.wrap(text.sentence(report), 112)
     facts = [(name, value) for name, value in text.figures(report) if name != "savings"]
     ends = textwrap.wrap(text.savings(report), 118)
     used = used_gib(report)
     half = (len(facts) + 1) // 2
     height = 290 + 20 * len(said) + (64 if used else 0) + 20 * half + (4 + 20 * len(ends) if ends else 0) + MARGIN
     sheet = Sheet(height)
-    title = text.status(report) + (f": {report.error}" if report.error else "")
-    sheet.write(MARGIN, 20, title[:80], 20)
+    sheet.write(MARGIN, 20, text.status(report), 20)
     y = 54
     for words in said:
         sheet.write(MARGIN, y, words, 14)
@@ -77,22 +76,19 @@ def draw(report: Report) -> str:
     mean = [Line(thin(raw), SKY, "", 1.5), Line(thin(trend), BLUE, "", 2.4)]
     chart(sheet, (MARGIN, y + 10, middle - 14, y + 220), "Mean reward: trend, spread", mean, report, band)
     each = [(f"rewards/{name}/mean", *style_of(index)) for index, name in enumerate(report.reward_names)]
-    lines = [Line(thin(smooth(report.values(name))), color, dash, 2) for name, color, dash in each]
+    lines = [Line(thin(smooth(report.values(name))), color, "", 1.2 if dash else 2) for name, color, dash in each]
     chart(sheet, (middle + 14, y + 10, WIDTH - MARGIN, y + 220), "Reward functions: trend", lines, report)
-    x = WIDTH - MARGIN
-    for name, (_, color, _) in reversed(list(zip(report.reward_names, each, strict=True))):
-        x -= 7 * len(name) + 26
-        if x > middle + 180:
-            sheet.block(x, y + 15, x + 10, y + 25, color)
-            sheet.write(x + 14, y + 13, name, 12, SOFT)
     y += 236
     if used:
         memory(sheet, y, used, report.memory or {})
         y += 64
+    colors = {f"reward {name}": color for name, (_, color, _) in zip(report.reward_names, each, strict=True)}
     for index, (name, value) in enumerate(facts):
         x, row = (MARGIN, index) if index < half else (middle + 14, index - half)
-        sheet.write(x, y + 20 * row, name, 13, SOFT)
-        sheet.write(x + 150, y + 20 * row, (value if len(value) < 46 else value.split(" (")[0])[:45], 13)
+        if color := colors.get(name):
+            sheet.block(x, y + 20 * row + 3, x + 10, y + 20 * row + 13, color)
+        sheet.write(x + 16 * bool(color), y + 20 * row, name if len(name) < 22 else name[:19] + "…", 13, SOFT)
+        sheet.write(x + 170, y + 20 * row, (value if len(value) < 46 else value.split(" (")[0])[:45], 13)
     y += 20 * half
     for row, words in enumerate(ends):
         sheet.write(MARGIN, y + 4 + 20 * row, words, 13)

@@ -121,9 +121,10 @@ def svg(body: str, height: str, label: str) -> str:
 
 
 def stroke(path: str, line: Line) -> str:
+    width = 5 if path.endswith("h.01") else line.width  # a lone point is a dot, and must be seen
     dash = f' stroke-dasharray="{line.dash}"' if line.dash else ""
     return (
-        f'<path d="{path}" fill="none" stroke="{line.color}" stroke-width="{line.width}" opacity="{line.opacity}"'
+        f'<path d="{path}" fill="none" stroke="{line.color}" stroke-width="{width}" opacity="{line.opacity}"'
         f'{dash} stroke-linejoin="round" stroke-linecap="round" vector-effect="non-scaling-stroke"/>'
     )
 

@@ -47,7 +47,7 @@ def duration(seconds: float | None) -> str:
     if not is_number(seconds):
         return NONE
     if seconds < 9.95:
-        return f"{seconds:.2f} s" if 0 < seconds < 0.095 else f"{max(0.0, seconds):.1f} s"
+        return f"{seconds:.2f} s" if 0.005 <= seconds < 0.095 else f"{max(0.0, seconds):.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if not minutes:
         return f"{rest} s"
