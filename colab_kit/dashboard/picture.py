@@ -119,16 +119,17 @@ def progress(report: Report, now: Now | None) -> str:
     each, share = report.step_seconds(), report.step / max(report.total_steps, 1)
     within = min(0.95, now.since_step / each) / max(report.total_steps, 1) if now and each else 0.0
     share, within = min(share, 1.0), min(within, max(0.0, 1 - share))
-    head = (
-        f'<div style="display:flex;flex-wrap:wrap;align-items:center;gap:2px 14px">'
-        f'<span style="font-size:20px;font-weight:600;flex:none">{escape(text.status(report))}</span>'
-        f'<span style="flex:1 1 260px;min-width:0;{ONE_LINE if now else ""}"><span style="display:inline-block;width:9px;height:9px;'
-        f'border-radius:50%;background:{color};margin-right:7px"></span>{chip}</span></div>'
-    )
+    if chip:
+        dot = f"display:inline-block;width:9px;height:9px;border-radius:50%;background:{color};margin-right:7px"
+        fit = ONE_LINE if now else ""  # an error may take the lines that it needs: nothing is moving any more
+        chip = f'<span style="flex:1 1 260px;min-width:0;{fit}"><span style="{dot}"></span>{chip}</span>'
+    title = f'<span style="font-size:20px;font-weight:600;flex:none">{escape(text.status(report))}</span>'
+    head = f'<div style="display:flex;flex-wrap:wrap;align-items:center;gap:2px 14px">{title}{chip}</div>'
+    filled = BLUE if now else STATUS_COLORS.get(report.status, BLUE)
     bar = (
         f'<div role="progressbar" aria-valuemin="0" aria-valuemax="{report.total_steps}" aria-valuenow="{report.step}" '
         f'aria-label="steps" style="display:flex;height:8px;border-radius:4px;overflow:hidden;background:{FAINT};'
-        f'margin:8px 0 12px"><div style="width:{100 * share:.2f}%;background:{BLUE}"></div>'
+        f'margin:8px 0 12px"><div style="width:{100 * share:.2f}%;background:{filled}"></div>'
         f'<div style="width:{100 * within:.2f}%;background:{BLUE};opacity:.45"></div></div>'
     )
     left = report.seconds_left(now.since_step) if now else None
@@ -189,9 +190,8 @@ def learning(report: Report) -> str:
     values = [text.number(report.last(f"rewards/{name}/mean")) for name in names]
     label = "Trend of each reward function. " + ", ".join(f"{n}: {v}" for n, v in zip(names, values, strict=True))
     keys = [key(swatch(*style_of(i)), n, v) for i, (n, v) in enumerate(zip(names, values, strict=True))]
-    cards.append(
-        card("Reward functions", plot(lines, x, label, ends=ends, floor=0) + legend(keys, 140), "trend of the mean")
-    )
+    each = plot(lines, x, label, ends=ends, floor=0) + legend(keys, 140)
+    cards.append(card("Reward functions", each, "trend of the mean"))
     said = escape(text.sentence(report))
     return (
         f'<div style="margin:8px 0 0;font-size:14px;min-height:2.9em;display:flex;align-items:center">{said}</div>'

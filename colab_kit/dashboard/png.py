@@ -87,7 +87,7 @@ def draw(report: Report) -> str:
         x, row = (MARGIN, index) if index < half else (middle + 14, index - half)
         if color := colors.get(name):
             sheet.block(x, y + 20 * row + 3, x + 10, y + 20 * row + 13, color)
-        sheet.write(x + 16 * bool(color), y + 20 * row, name if len(name) < 22 else name[:19] + "…", 13, SOFT)
+        sheet.write(x + 16 * bool(color), y + 20 * row, name if len(name) < 24 else name[:20] + "…", 13, SOFT)
         sheet.write(x + 170, y + 20 * row, (value if len(value) < 46 else value.split(" (")[0])[:45], 13)
     y += 20 * half
     for row, words in enumerate(ends):

@@ -67,7 +67,7 @@ def smooth(points: Sequence[Point]) -> list[Point]:
 def ticks(low: float, high: float, most: int = 4) -> list[float]:
     """Round values that span low to high, ends included."""
     if high - low < 1e-9:
-        low, high = low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
+        low, high = min(low, 0.0), max(high, 0.0) or 1.0
     raw = (high - low) / most
     scale = 10 ** math.floor(math.log10(raw))
     step = next(scale * times for times in (1, 2, 2.5, 5, 10) if scale * times >= raw * 0.999)
@@ -149,7 +149,7 @@ def plot(
     """
     known = [y for line in lines for _, y in line.points if y is not None]
     known += [edge for _, low, high in band for edge in (low, high)] + [level for level, _ in rules]
-    if floor is not None:
+    if floor is not None and known:
         known.append(floor)
     marks = ticks(min(known), max(known)) if known else [0, 0.5, 1]
     scale = Scale(x, (marks[0], marks[-1]))
