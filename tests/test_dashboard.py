@@ -1,5 +1,12 @@
 """The dashboard, from recorded figures. `python tests/test_dashboard.py --regenerate` rewrites the golden files:
 read their diff, and look at the picture, before committing them.
+
+The same tests with the widgets that Colab has:
+
+    python -m venv .venv-colab-widgets
+    .venv-colab-widgets/bin/pip install ipywidgets==7.7.1 ipykernel==6.17.1 IPython==7.34.0 pillow==11.3.0
+    .venv-colab-widgets/bin/pip install nbclient pytest
+    .venv-colab-widgets/bin/python -m pytest tests/test_dashboard.py
 """
 
 from __future__ import annotations
@@ -217,6 +224,7 @@ def test_a_fault_in_drawing_never_ends_a_run(front, monkeypatch):
     faults = [words for words in said if "ZeroDivisionError" in words]
     assert len(faults) == 1 and "goes on as text" in faults[0]
     assert report.status == "done" and said[-1].startswith("Done: 3 steps")
+    assert front.final == {"text/plain": text.final(report)}, "no dead widget stays behind"
 
 
 def test_load_brings_everything_back(tmp_path):
@@ -302,6 +310,24 @@ def test_a_plain_python_process_gets_text_and_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
     assert "Done: 1 step" in done.stdout
+
+
+def test_nothing_is_called_asleep_when_nothing_was_released():
+    report = Report({}, None, 2)
+    for at in range(4):
+        report.memory_sample(at, 12.0, ("generating", "training")[at % 2])
+    assert "asleep" not in picture.figures(report)
+    report.add_step(1, {"memory/freed_gib": 7.2})
+    assert "asleep: KV cache released" in picture.figures(report)
+    dash = Dashboard(report, mode="off")
+    dash.memory(None)
+    assert report.memory is None
+
+
+def test_settings_may_be_the_dataclass():
+    from colab_kit.presets import QUICKSTART_CPU
+
+    assert Report(QUICKSTART_CPU, None, 2).settings["per_device_train_batch_size"] == 16
 
 
 def test_savings_are_shown_only_when_measured():
@@ -427,6 +453,8 @@ def test_kernel_showed_a_live_widget_and_saved_no_broken_state(executed):
         if m["msg_type"] == "comm_msg" and "value" in m["content"]["data"].get("state", {})
     ]
     assert any("Step 5 of 8" in value for value in updates) and updates[-1] == ""
+    unfolding = [value for value in updates if "Latest completions" in value]
+    assert 1 <= len(unfolding) <= 8, "redrawn within a step, it would shut what a reader has unfolded"
     assert any(m["msg_type"] == "update_display_data" for m in of_first)
     nbformat.validate(nbformat.from_dict(notebook))
     saved = notebook["metadata"].get("widgets", {})

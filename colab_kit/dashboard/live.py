@@ -57,6 +57,7 @@ class Dashboard:
         self._thread = threading.get_ident()
         self._learned = (-1, "")  # steps and their drawing: nearly all of a frame, and the same until the next step
         self._front: _Widgets | None = None
+        self._faulty: _Widgets | None = None  # no longer drawn, but still to be replaced at the end
 
     @classmethod
     def open(cls, report: Report, **options: Any) -> Dashboard:
@@ -101,12 +102,16 @@ class Dashboard:
 
     def memory(
         self,
-        used_gib: Mapping[str, float | None],
+        used_gib: Mapping[str, float | None] | None,
         free_gib: float | None = None,
         total_gib: float | None = None,
     ) -> None:
-        """What fills the card now, in GiB by the driver's figures: weights, kv_cache, training, other."""
-        self.report.memory = clean({"used_gib": used_gib, "free_gib": free_gib, "total_gib": total_gib})
+        """What fills the card now, in GiB by the driver's figures: weights, kv_cache, training, other.
+
+        `used_gib` None says that there is nothing to show, as on a CPU.
+        """
+        figures = {"used_gib": used_gib, "free_gib": free_gib, "total_gib": total_gib}
+        self.report.memory = None if used_gib is None else clean(figures)
 
     def completions(self, prompt: str, rows: Sequence[Mapping[str, Any]], step: int | None = None) -> None:
         """One prompt and its generations: completion, reward, advantage, rewards ({name: value}).
@@ -129,14 +134,18 @@ class Dashboard:
         if self.report.status != "running":
             return
         self.report.finish(status, error)
-        front, self._front = self._front, None
+        front, self._front, self._faulty = self._front or self._faulty, None, None
+        if self.mode == "text":
+            self._write(text.final(self.report))
+        if front is None:
+            return
         try:
-            if front:
-                front.replace(bundle(self.report))
-            elif self.mode == "text":
-                self._write(text.final(self.report))
+            final = bundle(self.report)
         except Exception as fault:
-            self._fall_back(fault)
+            if self.mode == "widget":
+                self._fall_back(fault)
+            final = {"text/plain": text.final(self.report)}
+        front.replace(final)
 
     # --- drawing ----------------------------------------------------------------------------------
     def _draw(self) -> bool:
@@ -161,7 +170,7 @@ class Dashboard:
     def _fall_back(self, error: Exception) -> None:
         where = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
         at = f" ({os.path.basename(where.filename)}, line {where.lineno})" if where else ""
-        self._front, self.mode = None, "text"
+        self._faulty, self._front, self.mode = self._front, None, "text"
         self._write(f"the dashboard goes on as text: {type(error).__name__}: {error}{at}")
 
 

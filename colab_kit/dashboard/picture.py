@@ -249,7 +249,7 @@ def memory(report: Report) -> str:
     peak = report.peak_gib()
     right = f"peak {text.gib(peak)}" if peak is not None else ""
     right += f" of {text.gib(total)}" if right and is_number(total) else ""
-    return card("GPU memory", body, right)
+    return card("Memory", body, right)
 
 
 def timeline(report: Report, samples: list[tuple[float, float, str]]) -> str:
@@ -269,8 +269,11 @@ def timeline(report: Report, samples: list[tuple[float, float, str]]) -> str:
     rules = [(peak, RED)] if peak is not None else []
     ends = (f"{text.duration(x[1] - x[0])} ago", "now" if report.status == "running" else "end")
     drawing = plot([line], x, label, ends=ends, height=96, shades=shades, rules=rules, floor=0)
+    # With Standby off the phases go on in the same way, but nothing sleeps.
+    released = any(phase == "asleep" for *_, phase in samples) or any(report.finite("memory/freed_gib"))
+    asleep = "asleep: KV cache released"
     keys = [key(swatch(BLUE), "in use, GiB"), key(swatch(RED, "7 4"), "peak")]
-    keys.append(key(swatch(FAINT, block=True), "asleep: KV cache released"))
+    keys.append(key(swatch(FAINT, block=True), asleep if released else "scoring, training, syncing"))
     return f'<div style="margin-top:12px">{drawing}</div>{legend(keys, 170)}'
 
 

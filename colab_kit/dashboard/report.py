@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -22,6 +23,8 @@ def clean(value: Any) -> Any:
     """`value` as JSON can hold it: NaN and infinity become None, NumPy and torch scalars plain numbers."""
     if value is None or isinstance(value, str | bool | int):
         return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return clean(asdict(value))
     if isinstance(value, Mapping):
         return {str(key): clean(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | deque):
@@ -41,7 +44,7 @@ class Report:
     A step that is written again, after a resume or a second run in the same folder, replaces the old one
     and all after it.
 
-    `settings` is a dict (`dataclasses.asdict(settings)`), of which the report reads the batch sizes and `beta`;
+    `settings` is a Settings or a dict, of which the report reads the batch sizes and `beta`;
     `output_dir` None keeps the figures in memory only. `resume_from` reads the steps up to that one back from the
     file. `reward_names` reserves the legend's room before the first step is done.
     """
@@ -106,7 +109,10 @@ class Report:
 
     @property
     def savings(self) -> dict[str, Any] | None:
-        """with_gib, without_gib, saved_gib and reference, as measured by the trainer; None: not measured."""
+        """with_gib, without_gib, saved_gib and reference, as measured by the trainer; None: not measured.
+
+        Set it before the dashboard closes: the final picture is drawn then.
+        """
         return self._savings
 
     @savings.setter
