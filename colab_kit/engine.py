@@ -2,8 +2,7 @@
 
 Departures from vLLM's defaults, each for a reason:
 - in this process (no worker process), so that the trainer can hold views of its weights;
-- a linear method of the kit's own for bitsandbytes weights: the plugin casts activations to bfloat16, which a T4 does
-  not have, and takes the packing ratio from the dtype, which is wrong for float32;
+- two layers of the kit's own (`vllm_layers.py`): for bitsandbytes weights, and for LoRA on a CPU;
 - log-probabilities `processed`: temperature applied, so that the on-policy ratio is 1 at any temperature;
 - full CUDA graphs for decoding without torch.compile: starts in a third of the time and decodes as fast.
 """
@@ -12,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from .presets import Settings
 from .standby import prepare_environment, standby_requested
+from .vllm_layers import install_layers
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -54,7 +55,7 @@ class Engine:
 
             device = "cuda" if torch.cuda.is_available() else "cpu"
             load_general_plugins()  # the bitsandbytes plugin registers itself here; ours goes on top
-            register_linear_method()
+            install_layers()
             # vLLM seeds the global generators when it lives in this process; the user's own must not change.
             with preserved_rng():
                 llm = LLM(
@@ -73,7 +74,6 @@ class Engine:
                     max_num_batched_tokens=choice.max_num_batched_tokens,
                     seed=settings.seed,
                     disable_log_stats=True,
-                    use_tqdm_on_load=False,
                     **(utilization(settings) | graph_arguments(settings, device) | overrides),
                 )
         return cls(llm, settings, device, llm.llm_engine.model_config.dtype)
@@ -111,14 +111,17 @@ class Engine:
         from vllm import SamplingParams
 
         s = self.settings
-        parameters = dict(
-            temperature=s.temperature,
-            top_p=s.top_p,
-            top_k=s.top_k,
-            min_p=s.min_p or 0.0,
-            repetition_penalty=s.repetition_penalty,
-            max_tokens=s.max_completion_length,
-        ) | sampling
+        parameters = (
+            dict(
+                temperature=s.temperature,
+                top_p=s.top_p,
+                top_k=s.top_k,
+                min_p=s.min_p or 0.0,
+                repetition_penalty=s.repetition_penalty,
+                max_tokens=s.max_completion_length,
+            )
+            | sampling
+        )
         if parameters["temperature"] == 0 and n > 1:
             raise ValueError(f"temperature=0 is greedy: every completion is the same, so n must be 1; got {n}")
         # A seed for each prompt, n apart, so that a prompt that occurs twice does not get the same completions twice.
@@ -173,7 +176,13 @@ class Engine:
         import torch
 
         torch.cuda.empty_cache()  # the trainer's cached blocks are the cache's memory
-        self.llm.wake_up(tags=["kv_cache"])
+        # vLLM collects garbage here, 250 ms over all the objects that torch and vLLM have made; nothing of the trainer
+        # hangs in a cycle, so for this call the collector is given nothing to walk.
+        gc.freeze()
+        try:
+            self.llm.wake_up(tags=["kv_cache"])
+        finally:
+            gc.unfreeze()
 
     def reset_prefix_cache(self) -> None:
         """After the weights changed, cached keys and values are another model's."""
@@ -215,44 +224,6 @@ def graph_arguments(settings: Settings, device: str) -> dict[str, Any]:
     return arguments
 
 
-def register_linear_method() -> None:
-    """Put the kit's 4-bit linear method in the place of the plugin's."""
-    import torch
-    from bitsandbytes import matmul_4bit
-    from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
-    from vllm.model_executor.layers.quantization import register_quantization_config
-    from vllm_bnb_plugin.bitsandbytes import BitsAndBytesConfig, BitsAndBytesLinearMethod
-
-    @register_weight_loader_v2_supported_method
-    class SharedBitsAndBytesLinearMethod(BitsAndBytesLinearMethod):
-        def create_weights(
-            self, layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype, **extra
-        ):
-            # Two 4-bit values share a byte whatever the activations' dtype; the plugin derives the ratio from it.
-            params_dtype = params_dtype if self.quant_config.load_in_8bit else torch.bfloat16
-            super().create_weights(
-                layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype, **extra
-            )
-
-        def _apply_4bit_weight(self, layer, x, bias=None):
-            # In x's own dtype: on a T4 the fused kernel is float16's, and a cast to bfloat16 would miss it.
-            weight = layer.weight
-            states, offsets = weight.bnb_quant_state, weight.bnb_shard_offsets.tolist()
-            flat = x.reshape(-1, x.shape[-1])
-            parts = [
-                matmul_4bit(flat, weight[offsets[i] : offsets[i + 1]].t(), states[i]) for i in range(len(states))
-            ]
-            out = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).view(*x.shape[:-1], -1)
-            return out if bias is None else out + bias
-
-    class SharedBitsAndBytesConfig(BitsAndBytesConfig):
-        def get_quant_method(self, layer, prefix):
-            method = super().get_quant_method(layer, prefix)
-            return SharedBitsAndBytesLinearMethod(self) if type(method) is BitsAndBytesLinearMethod else method
-
-    register_quantization_config("bitsandbytes")(SharedBitsAndBytesConfig)
-
-
 @contextlib.contextmanager
 def preserved_rng():
     """vLLM seeds Python's, numpy's and torch's generators at start; give the caller's back."""
@@ -290,4 +261,3 @@ def _completion(sample: Any) -> Completion:
     ids = list(sample.token_ids)
     logprobs = [step[token].logprob for token, step in zip(ids, sample.logprobs, strict=True)]
     return Completion(ids, logprobs, sample.text, sample.finish_reason)
-

@@ -66,7 +66,9 @@ def packed_attention(
     kernel = sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION) if expand_kv else contextlib.nullcontext()
     with kernel:
         outputs = [
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=grouped)
+            F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=grouped
+            )
             for q, k, v in zip(*(x.split(lengths or [x.shape[2]], dim=2) for x in (query, key, value)), strict=True)
         ]
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).transpose(1, 2), None

@@ -19,7 +19,9 @@ LLAMA3_ROPE = {
 }  # fmt: skip
 
 
-def _config(model_type: str, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, **more):
+def _config(
+    model_type: str, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, **more
+):
     architecture = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[model_type] + "ForCausalLM"
     return {
         "model_type": model_type, "architectures": [architecture], "hidden_size": hidden,

@@ -311,7 +311,11 @@ class Comparison(Samples):
     @property
     def columns(self) -> dict[str, list[str]]:
         columns = super().columns
-        return {"prompt": columns["prompt"], "before": self.before.columns["completion"], "after": columns["completion"]}
+        return {
+            "prompt": columns["prompt"],
+            "before": self.before.columns["completion"],
+            "after": columns["completion"],
+        }
 
 
 def fifths(values: Sequence[float]) -> tuple[float, float]:

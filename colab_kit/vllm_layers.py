@@ -1,0 +1,79 @@
+"""What the kit puts in the place of vLLM's own layers, and why."""
+
+from __future__ import annotations
+
+
+def install_layers() -> None:
+    """Before an engine starts, after vLLM's plugins were loaded."""
+    install_linear_method()
+    install_cpu_lora()
+
+
+def install_linear_method() -> None:
+    """4-bit weights: any dtype of activations, each in its own."""
+    import torch
+    from bitsandbytes import matmul_4bit
+    from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm_bnb_plugin.bitsandbytes import BitsAndBytesConfig, BitsAndBytesLinearMethod
+
+    @register_weight_loader_v2_supported_method
+    class SharedBitsAndBytesLinearMethod(BitsAndBytesLinearMethod):
+        def create_weights(
+            self,
+            layer,
+            input_size_per_partition,
+            output_partition_sizes,
+            input_size,
+            output_size,
+            params_dtype,
+            **extra,
+        ):
+            # Two 4-bit values share a byte whatever the activations' dtype; the plugin derives the ratio from it.
+            params_dtype = params_dtype if self.quant_config.load_in_8bit else torch.bfloat16
+            super().create_weights(
+                layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype, **extra
+            )
+
+        def _apply_4bit_weight(self, layer, x, bias=None):
+            # In x's own dtype: on a T4 the fused kernel is float16's, and a cast to bfloat16 would miss it.
+            weight = layer.weight
+            states, offsets = weight.bnb_quant_state, weight.bnb_shard_offsets.tolist()
+            flat = x.reshape(-1, x.shape[-1])
+            parts = [matmul_4bit(flat, weight[offsets[i] : offsets[i + 1]].t(), states[i]) for i in range(len(states))]
+            out = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).view(*x.shape[:-1], -1)
+            return out if bias is None else out + bias
+
+    class SharedBitsAndBytesConfig(BitsAndBytesConfig):
+        def get_quant_method(self, layer, prefix):
+            method = super().get_quant_method(layer, prefix)
+            return SharedBitsAndBytesLinearMethod(self) if type(method) is BitsAndBytesLinearMethod else method
+
+    register_quantization_config("bitsandbytes")(SharedBitsAndBytesConfig)
+
+
+def install_cpu_lora() -> None:
+    """LoRA on a CPU as two matrix products.
+
+    vLLM's gathers a copy of both matrices for every token, which takes half of the decoding time, and while decoding it
+    applies the last slot's adapter to requests that asked for none (index -1 wraps around). With the kit's one slot the
+    adapter is the same for every row that has one.
+    """
+    import torch
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    def add_lora_linear(self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **_):
+        rows, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        chosen = self.token_lora_indices[: x.shape[0]] >= 0
+        if not chosen.any():
+            return
+        parts = [
+            torch.nn.functional.linear(torch.nn.functional.linear(x, a[0, 0]), b[0, 0])
+            for a, b in zip(lora_a_stacked, lora_b_stacked, strict=True)
+        ]
+        update = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)) * scale
+        if not chosen.all():
+            update = update * chosen[:, None]
+        rows[:, : update.shape[1]] += update
+
+    PunicaWrapperCPU.add_lora_linear = add_lora_linear
