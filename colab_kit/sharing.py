@@ -129,7 +129,7 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             continue
-        yield name, parameter.data
+        yield name, parameter.data  # named_parameters gives a tied head once
         if state := getattr(parameter, "quant_state", None):
             yield f"{name}.absmax", state.absmax
 
