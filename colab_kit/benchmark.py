@@ -119,7 +119,7 @@ def pairs(policy, settings: Settings, length: int, count: int) -> dict:
     for i in range(count):
         for enabled in (True, False) if i % 2 else (False, True):
             policy.standby.wake()
-            policy.standby.enabled = enabled
+            policy.standby.enabled = enabled and policy.engine.can_release
             policy.standby.sleep()
             seconds[enabled].append(train_at(policy, settings, length, 1).metrics[0]["step_time"])
     with_standby, without = median(seconds[True]), median(seconds[False])
