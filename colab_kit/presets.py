@@ -249,10 +249,12 @@ QWEN3_32B_A100 = Settings(
 
 
 def for_ci(settings: Settings) -> Settings:
-    """The settings as they are; with COLAB_KIT_CI=1, as automatic tests set it, SmolLM2 and a few small steps."""
+    """The settings as they are; with COLAB_KIT_CI=1, as automatic tests set it, SmolLM2 and fewer, smaller steps."""
     if os.environ.get("COLAB_KIT_CI") != "1":
         return settings
     print("COLAB_KIT_CI=1: SmolLM2 and small numbers in the place of the settings above")
+    if settings.model_name_or_path == Settings.model_name_or_path:
+        return settings.replace(max_steps=min(settings.max_steps, 10))
     return settings.replace(
         model_name_or_path=Settings.model_name_or_path,
         dtype="auto",
