@@ -19,7 +19,7 @@ _LAZY = {
     "load": "policy",
     "Policy": "policy",
     "train": "trainer",
-    "Run": "trainer",
+    "Run": "run",
     "Report": "dashboard",
 }
 

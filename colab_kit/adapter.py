@@ -101,20 +101,56 @@ def save_adapter(peft_model: PeftModel, tokenizer: Any, folder: str | Path) -> P
     return folder
 
 
+def adapter_files(peft_model: PeftModel) -> dict[str, bytes]:
+    """PEFT's two files, in memory."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save
+
+    tensors = get_peft_model_state_dict(peft_model, save_embedding_layers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        peft_model.peft_config["default"].save_pretrained(folder)
+        config = (Path(folder) / "adapter_config.json").read_bytes()
+    content = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    return {"adapter_config.json": config, "adapter_model.safetensors": save(content, {"format": "pt"})}
+
+
 def load_adapter(peft_model: PeftModel, folder: str | Path) -> None:
     """Read an adapter's values from `folder` (safetensors only) into the trained one.
 
-    Raises: ValueError when rank, alpha or modules differ, naming both.
+    Raises: FileNotFoundError without PEFT's safetensors; ValueError when rank, alpha or modules differ, naming both.
     """
-    from peft import LoraConfig, set_peft_model_state_dict
+    from peft import LoraConfig
     from safetensors.torch import load_file
 
+    file = Path(folder) / "adapter_model.safetensors"
+    if not file.is_file():
+        raise FileNotFoundError(f"no adapter_model.safetensors in {folder}: pass a folder that policy.save wrote")
     mine, theirs = peft_model.peft_config["default"], LoraConfig.from_pretrained(str(folder))
-    for name, field in (("r", "lora_r"), ("lora_alpha", "lora_alpha"), ("target_modules", "lora_target_modules")):
+    for name, field in (("r", "lora_r"), ("lora_alpha", "lora_alpha")):
         have, want = getattr(mine, name), getattr(theirs, name)
-        if (set(have) != set(want)) if name == "target_modules" else have != want:
+        if have != want:
             raise ValueError(f"the adapter in {folder} has {name}={want}, this policy {have}: set {field} to match")
-    state = load_file(Path(folder) / "adapter_model.safetensors")
-    result = set_peft_model_state_dict(peft_model, state)
-    if result.unexpected_keys:
-        raise ValueError(f"the adapter in {folder} has tensors that this model has no place for: {state.keys()}")
+    for name in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern"):
+        if getattr(theirs, name, None):
+            raise ValueError(f"the adapter in {folder} has {name}, which the kit can't sample with")
+    set_adapter(peft_model, load_file(file), folder)
+
+
+def set_adapter(peft_model: PeftModel, tensors: dict[str, torch.Tensor], folder: str | Path) -> None:
+    """Values by PEFT's names into the trained adapter. Raises ValueError, before any is set, if one does not fit."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    mine = get_peft_model_state_dict(peft_model, save_embedding_layers=False)
+    if mine.keys() != tensors.keys():
+        modules = [sorted({key.split(".")[-3] for key in keys}) for keys in (tensors, mine)]
+        raise ValueError(
+            f"the adapter in {folder} has other tensors than this policy's (it adapts {', '.join(modules[0])}; the "
+            f"policy {', '.join(modules[1])}): set lora_target_modules and model_name_or_path to match"
+        )
+    for key, value in tensors.items():
+        if value.shape != mine[key].shape:
+            raise ValueError(
+                f"{key} in {folder} is {tuple(value.shape)}, this policy's is {tuple(mine[key].shape)}: it belongs to "
+                f"another model or rank"
+            )
+    set_peft_model_state_dict(peft_model, tensors)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from .interrupts import uninterrupted
 from .presets import Settings
 from .standby import prepare_environment, standby_requested
 from .vllm_layers import install_layers
@@ -110,18 +111,7 @@ class Engine:
         import torch
         from vllm import SamplingParams
 
-        s = self.settings
-        parameters = (
-            dict(
-                temperature=s.temperature,
-                top_p=s.top_p,
-                top_k=s.top_k,
-                min_p=s.min_p or 0.0,
-                repetition_penalty=s.repetition_penalty,
-                max_tokens=s.max_completion_length,
-            )
-            | sampling
-        )
+        parameters = sampling_arguments(self.settings) | sampling
         if parameters["temperature"] == 0 and n > 1:
             raise ValueError(f"temperature=0 is greedy: every completion is the same, so n must be 1; got {n}")
         # A seed for each prompt, n apart, so that a prompt that occurs twice does not get the same completions twice.
@@ -135,9 +125,11 @@ class Engine:
         engine, outputs = self.llm.llm_engine, []
         try:
             with eager:
-                self.llm.enqueue(prompts, params, lora_request=lora_request, use_tqdm=False)
+                with uninterrupted():  # a scheduler that stopped half-way could not be made idle again
+                    self.llm.enqueue(prompts, params, lora_request=lora_request, use_tqdm=False)
                 while engine.has_unfinished_requests():
-                    outputs += engine.step()
+                    with uninterrupted():
+                        outputs += engine.step()
                     if progress:
                         unfinished = len(engine.output_processor.request_states)
                         progress(n * len(prompts) - unfinished, n * len(prompts))
@@ -147,6 +139,7 @@ class Engine:
         outputs.sort(key=lambda output: int(output.request_id))  # vLLM numbers them as they were queued
         return [[_completion(sample) for sample in output.outputs] for output in outputs]
 
+    @uninterrupted()
     def abort(self) -> None:
         """Drop whatever is still being generated."""
         engine = self.llm.llm_engine
@@ -206,6 +199,13 @@ class Engine:
     def kv_cache_tokens(self) -> int:
         config = self.core.vllm_config.cache_config
         return config.num_gpu_blocks * config.block_size
+
+
+def sampling_arguments(s: Settings) -> dict[str, Any]:
+    return dict(
+        temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, min_p=s.min_p or 0.0,
+        repetition_penalty=s.repetition_penalty, max_tokens=s.max_completion_length,
+    )  # fmt: skip
 
 
 def utilization(settings: Settings) -> dict[str, Any]:

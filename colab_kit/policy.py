@@ -162,3 +162,24 @@ def load(settings: Settings) -> Policy:
     freed = policy.standby.sleep()
     say(f"asleep; the driver says {freed / 2**30:.2f} GiB came free" if policy.standby.enabled else "ready")
     return policy
+
+
+ENGINE_FIELDS = (
+    "model_name_or_path", "load_in_4bit", "dtype", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules",
+    "vllm_gpu_memory_utilization", "vllm_attention_backend", "enforce_eager",
+)  # fmt: skip
+
+
+def check_same_engine(loaded: Settings, wanted: Settings) -> None:
+    """Raises ValueError for settings that only a new load could honour."""
+    for name in ENGINE_FIELDS:
+        if getattr(loaded, name) != getattr(wanted, name):
+            raise ValueError(
+                f"{name}={getattr(wanted, name)!r}, but the policy was loaded with {getattr(loaded, name)!r}: call "
+                f"load again with these settings in a fresh kernel"
+            )
+    if wanted.max_model_length > loaded.max_model_length:
+        raise ValueError(
+            f"vllm_max_model_length: {wanted.max_model_length} tokens a sequence are asked for, the engine was loaded "
+            f"for {loaded.max_model_length}"
+        )
