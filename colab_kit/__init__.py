@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "load": "policy",
+    "unload": "policy",
     "Policy": "policy",
     "train": "trainer",
     "Run": "run",

@@ -43,6 +43,17 @@ def add_adapter(model: nn.Module, settings: Settings) -> PeftModel:
     return peft_model
 
 
+def renew_adapter(peft_model: PeftModel, settings: Settings) -> PeftModel:
+    """A fresh adapter of another rank or on other modules, around the same base.
+
+    Raises: ValueError, with the old one still in place, for a module that the model hasn't got.
+    """
+    present = {name.rpartition(".")[2] for name, _ in peft_model.get_base_model().named_modules()}
+    if missing := [name for name in settings.lora_target_modules if name not in present]:
+        raise ValueError(f"lora_target_modules: the model has no {', '.join(missing)}")
+    return add_adapter(peft_model.unload(), settings)
+
+
 class Slot:
     """vLLM's side of the adapter: registered once, then overwritten in place after every optimizer step."""
 
@@ -50,6 +61,8 @@ class Slot:
         from vllm.lora.request import LoRARequest
 
         self.engine = engine
+        if ADAPTER_ID in engine.llm.llm_engine.list_loras():  # of the adapter that this one replaces
+            engine.llm.llm_engine.remove_lora(ADAPTER_ID)
         # vLLM registers an adapter from files; this is the only time that any are written for it.
         with tempfile.TemporaryDirectory() as folder:
             peft_model.save_pretrained(folder)
@@ -91,6 +104,11 @@ def _a(layer: Any) -> torch.Tensor:
 
 def _scaled_b(layer: Any) -> torch.Tensor:
     return layer.lora_B["default"].weight * layer.scaling["default"]
+
+
+def adapter_update(layer: Any) -> torch.Tensor | None:
+    """What the adapter adds to a layer's weight, [out, in] in float32; None for a layer without one."""
+    return (_scaled_b(layer) @ _a(layer)).float() if hasattr(layer, "lora_A") else None
 
 
 def save_adapter(peft_model: PeftModel, tokenizer: Any, folder: str | Path) -> Path:

@@ -92,6 +92,19 @@ class Engine:
     def lora_manager(self):
         return self._runner.lora_manager._adapter_manager
 
+    @property
+    def max_lora_rank(self) -> int:
+        return self.core.vllm_config.lora_config.max_lora_rank
+
+    def shut_down(self) -> None:
+        """End the engine and let go of its memory; it can't be used afterwards."""
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self.synchronize()
+        self.llm.llm_engine.engine_core.shutdown()
+        self.__dict__.clear()
+        cleanup_dist_env_and_memory()
+
     # --- generating ---------------------------------------------------------------------------------
 
     def generate(

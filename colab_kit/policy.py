@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .interrupts import uninterrupted
 from .presets import Settings
 from .standby import Standby
 
@@ -38,6 +39,7 @@ class Policy:
         base model.
         """
         from .data import prepare_prompts
+        from .engine import sampling_arguments
 
         rows = as_rows(prompts)
         prepared = prepare_prompts(rows, self.tokenizer, self.settings)
@@ -47,7 +49,7 @@ class Policy:
                 n=n,
                 seed=self.settings.seed if seed is None else seed,
                 lora_request=self.slot.request if use_adapter else None,
-                **sampling,
+                **(sampling_arguments(self.settings) | sampling),
             )
         arguments = {"n": n, "use_adapter": use_adapter, "seed": seed, **sampling}
         return Samples(prepared.rows, [[completion.text for completion in group] for group in groups], arguments)
@@ -68,6 +70,23 @@ class Policy:
 
         load_adapter(self.model, folder)
         self.sync()
+
+    def merge(self, folder: str | Path, dtype: str | None = None) -> Path:
+        """Base and adapter as one plain 16-bit checkpoint (see `export.merge`)."""
+        from .export import merge
+
+        return merge(self, folder, dtype)
+
+    def push_to_hub(self, repo_id: str, token: str | None = None, merged: bool = False) -> str:
+        """The adapter, or the merged model, on the Hugging Face hub (see `export.push_to_hub`)."""
+        from .export import push_to_hub
+
+        return push_to_hub(self, repo_id, token, merged)
+
+    def __getattr__(self, name: str) -> Any:
+        if "engine" not in self.__dict__ and not name.startswith("_"):
+            raise RuntimeError("this policy was unloaded: call load(settings) again")
+        raise AttributeError(name)
 
 
 class Samples:
@@ -126,12 +145,27 @@ def html_table(columns: dict[str, list[str]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
+ENGINE_FIELDS = (
+    "model_name_or_path", "load_in_4bit", "dtype", "vllm_gpu_memory_utilization", "vllm_max_num_seqs",
+    "vllm_attention_backend", "enforce_eager",
+)  # fmt: skip
+LORA_FIELDS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+_loaded: Policy | None = None
+
+
 def load(settings: Settings) -> Policy:
     """Start the engine and share its weights with a transformers model that carries the adapter.
 
     Prints each phase with its seconds. Raises before anything heavy: a model that doesn't exist, an architecture that
     can't be shared, an environment that can't work.
+
+    There is one engine a process. Called again it returns the same policy, with its adapter as it is; with another LoRA
+    rank, alpha, dropout or modules, the same policy with a fresh adapter; with another engine's settings it raises
+    ValueError.
     """
+    global _loaded
+    if _loaded is not None:
+        return _reload(_loaded, settings)
     from .sources import resolve_model
 
     start = time.perf_counter()
@@ -153,33 +187,103 @@ def load(settings: Settings) -> Policy:
     print(choice)
     engine = Engine.start(folder, settings, choice)
     say(f"engine ready: the KV cache holds {engine.kv_cache_tokens:,} tokens")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    from .adapter import add_adapter
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        from .adapter import add_adapter
 
-    model = add_adapter(share_weights(engine.model, config, engine.dtype), settings)
-    say("transformers model sharing the engine's weights")
-    policy = Policy(settings, engine, model, tokenizer)
+        model = add_adapter(share_weights(engine.model, config, engine.dtype), settings)
+        say("transformers model sharing the engine's weights")
+        _loaded = policy = Policy(settings, engine, model, tokenizer)
+    except BaseException:
+        engine.shut_down()
+        raise
     freed = policy.standby.sleep()
     say(f"asleep; the driver says {freed / 2**30:.2f} GiB came free" if policy.standby.enabled else "ready")
     return policy
 
 
-ENGINE_FIELDS = (
-    "model_name_or_path", "load_in_4bit", "dtype", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules",
-    "vllm_gpu_memory_utilization", "vllm_attention_backend", "enforce_eager",
-)  # fmt: skip
+def _reload(policy: Policy, settings: Settings) -> Policy:
+    from .adapter import Slot, renew_adapter
 
-
-def check_same_engine(loaded: Settings, wanted: Settings) -> None:
-    """Raises ValueError for settings that only a new load could honour."""
-    for name in ENGINE_FIELDS:
-        if getattr(loaded, name) != getattr(wanted, name):
-            raise ValueError(
-                f"{name}={getattr(wanted, name)!r}, but the policy was loaded with {getattr(loaded, name)!r}: call "
-                f"load again with these settings in a fresh kernel"
-            )
-    if wanted.max_model_length > loaded.max_model_length:
+    check_same_engine(policy, settings)
+    changed = [name for name in LORA_FIELDS if getattr(policy.settings, name) != getattr(settings, name)]
+    if "lora_r" in changed and settings.lora_r > policy.engine.max_lora_rank:
         raise ValueError(
-            f"vllm_max_model_length: {wanted.max_model_length} tokens a sequence are asked for, the engine was loaded "
-            f"for {loaded.max_model_length}"
+            f"lora_r={settings.lora_r}, but the engine was started for at most {policy.engine.max_lora_rank}: {AGAIN}"
         )
+    if changed:
+        policy.standby.sleep()
+        with uninterrupted():
+            policy.model = renew_adapter(policy.model, settings)
+            policy.slot = Slot(policy.engine, policy.model)
+        words = ", ".join(
+            f"{name} {getattr(policy.settings, name)!r} -> {getattr(settings, name)!r}" for name in changed
+        )
+        print(f"the same engine with a fresh adapter, untrained: {words}")
+    else:
+        print("already loaded: the same policy, its adapter as it is")
+    policy.settings = settings
+    return policy
+
+
+def unload() -> int:
+    """End the engine and free the card. Returns the bytes that the driver says came free, and prints them.
+
+    The policy that `load` returned can't be used afterwards, whoever holds it. Where a part of the engine's memory stays
+    taken, it prints that the runtime must be restarted.
+    """
+    global _loaded
+    if _loaded is None:
+        print("nothing is loaded")
+        return 0
+    import gc
+
+    policy, _loaded = _loaded, None
+    engine, gpu = policy.engine, policy.device.type == "cuda"
+    if policy.host_store is not None:
+        policy.host_store.close()
+    before = engine.free_bytes()
+    policy.__dict__.clear()
+    engine.shut_down()
+    del engine
+    gc.collect()
+    if not gpu:
+        print("unloaded; load starts a new engine")
+        return 0
+    import torch
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    torch.cuda.empty_cache()
+    freed, kept = torch.cuda.mem_get_info()[0] - before, CuMemAllocator.get_instance().get_current_usage()
+    print(f"unloaded; the driver says {freed / 2**30:.2f} GiB came free")
+    if kept:
+        print(f"{kept / 2**30:.2f} GiB of the engine are still held, so no other can start: restart the runtime")
+    return freed
+
+
+AGAIN = "call kit.unload() and run the cell again; if that can't free the card, restart the runtime"
+
+
+def check_same_engine(policy: Policy, wanted: Settings) -> None:
+    """Raises ValueError for settings that only another engine could honour."""
+    started = policy.engine.settings
+    for name in ENGINE_FIELDS:
+        if getattr(started, name) != getattr(wanted, name):
+            raise ValueError(
+                f"{name}={getattr(wanted, name)!r}, but the engine was started with {getattr(started, name)!r}: {AGAIN}"
+            )
+    if wanted.max_model_length > started.max_model_length:
+        raise ValueError(
+            f"vllm_max_model_length: {wanted.max_model_length} tokens a sequence are asked for, the engine was started "
+            f"for {started.max_model_length}: {AGAIN}"
+        )
+
+
+def check_same_adapter(policy: Policy, wanted: Settings) -> None:
+    """Raises ValueError for settings that need another adapter."""
+    for name in LORA_FIELDS:
+        if getattr(policy.settings, name) != getattr(wanted, name):
+            raise ValueError(
+                f"{name}={getattr(wanted, name)!r}, but the policy has {getattr(policy.settings, name)!r}: call load "
+                f"again with these settings; the engine stays, the adapter is a fresh one"
+            )

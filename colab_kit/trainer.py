@@ -27,7 +27,7 @@ from .interrupts import uninterrupted
 from .long_context import hidden_states, micro_batches, use_packed_attention
 from .memory import choose_devices
 from .optimizer import make_optimizer, make_scheduler, rng_state
-from .policy import Policy, check_same_engine
+from .policy import Policy, check_same_adapter, check_same_engine
 from .presets import Settings
 from .rewards import reward_name, score, validate_reward_funcs
 from .run import Callbacks, Run, resumed_report, show_completions
@@ -89,7 +89,8 @@ class Trainer:
         self, policy: Policy, dataset, rewards, settings: Settings, callbacks: Sequence[Any] = (), resume: Any = False
     ) -> None:
         self.policy, self.settings = policy, settings
-        check_same_engine(policy.settings, settings)
+        check_same_engine(policy, settings)
+        check_same_adapter(policy, settings)
         self.reward_funcs = validate_reward_funcs(rewards, settings)
         self.prompts: Prompts = prepare_prompts(dataset, policy.tokenizer, settings)
         self.model, self.device = policy.model, policy.device
