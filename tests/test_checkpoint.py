@@ -52,6 +52,7 @@ def fail():
 def policy(tiny_policy, tmp_path, monkeypatch):
     """The tiny policy with a fresh adapter and settings of its own: linear schedule, warm-up, dropout."""
     monkeypatch.setenv("COLAB_KIT_DASHBOARD", "off")
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     before = tiny_policy.settings
     fresh = before.replace(
         output_dir=str(tmp_path / "run"), max_steps=STEPS, lr_scheduler_type="linear", warmup_steps=2
@@ -59,6 +60,7 @@ def policy(tiny_policy, tmp_path, monkeypatch):
     tiny_policy.settings = fresh
     start = {key: value.clone() for key, value in tiny_policy.model.state_dict().items() if "lora_" in key}
     yield tiny_policy
+    signal.signal(signal.SIGINT, handler)
     kit.load(before)
     tiny_policy.model.load_state_dict(start, strict=False)
     tiny_policy.sync()
