@@ -93,10 +93,12 @@ class Callbacks:
         self.state.global_step, self.state.log_history = trainer.steps_done, list(trainer.report.steps)
         self.handler = self.args = None
         if callbacks or s.report_to:
-            from transformers import TrainingArguments
+            from transformers import TrainingArguments, logging
             from transformers.integrations import get_reporting_integration_callbacks
             from transformers.trainer_callback import CallbackHandler
 
+            verbosity = logging.get_verbosity()
+            logging.set_verbosity_error()  # what these warn of is about a Trainer of transformers, which this is not
             self.args = TrainingArguments(
                 output_dir=s.output_dir, max_steps=s.max_steps, learning_rate=s.learning_rate, seed=s.seed,
                 per_device_train_batch_size=s.per_device_train_batch_size, report_to=list(s.report_to) or "none",
@@ -106,6 +108,7 @@ class Callbacks:
             self.handler = CallbackHandler(
                 [*reports, *callbacks], trainer.model, trainer.policy.tokenizer, trainer.optimizer, trainer.scheduler
             )
+            logging.set_verbosity(verbosity)
 
     def __enter__(self) -> Callbacks:
         if self.handler:
@@ -114,7 +117,7 @@ class Callbacks:
 
     def step_end(self, step: int, metrics: dict[str, float]) -> Any:
         """After a step. Returns the callbacks' `TrainerControl`: whether to save, or to stop."""
-        self.state.global_step = step
+        self.state.global_step, self.control.should_save = step, False
         self.state.log_history.append(metrics | {"step": step})
         if self.handler:
             self.control = self.handler.on_step_end(self.args, self.state, self.control)
