@@ -52,7 +52,7 @@ class Slot:
         self.engine = engine
         # vLLM registers an adapter from files; this is the only time that any are written for it.
         with tempfile.TemporaryDirectory() as folder:
-            peft_model.save_pretrained(folder)
+            peft_model.save_pretrained(folder, save_embedding_layers=False)
             self.request = LoRARequest("policy", ADAPTER_ID, folder)
             engine.llm.llm_engine.add_lora(self.request)
         engine.llm.llm_engine.pin_lora(ADAPTER_ID)
@@ -96,7 +96,7 @@ def _scaled_b(layer: Any) -> torch.Tensor:
 def save_adapter(peft_model: PeftModel, tokenizer: Any, folder: str | Path) -> Path:
     """Plain PEFT files and the tokenizer; loads with `PeftModel.from_pretrained` and as a vLLM LoRA."""
     folder = Path(folder)
-    peft_model.save_pretrained(folder)
+    peft_model.save_pretrained(folder, save_embedding_layers=False)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from .memory import kv_bytes_per_token
 from .presets import Settings
 from .standby import prepare_environment, standby_requested
 from .vllm_layers import install_layers
@@ -172,10 +173,13 @@ class Engine:
     def release_kv_cache(self) -> None:
         self.llm.release_kv_cache_memory()
 
-    def restore_kv_cache(self) -> None:
+    def give_back_cached_blocks(self) -> None:
+        """What torch's allocator keeps of the trainer's memory is the KV cache's when it wakes."""
         import torch
 
-        torch.cuda.empty_cache()  # the trainer's cached blocks are the cache's memory
+        torch.cuda.empty_cache()
+
+    def restore_kv_cache(self) -> None:
         # vLLM collects garbage here, 250 ms over all the objects that torch and vLLM have made; nothing of the trainer
         # hangs in a cycle, so for this call the collector is given nothing to walk.
         gc.freeze()
@@ -204,8 +208,13 @@ class Engine:
 
     @property
     def kv_cache_tokens(self) -> int:
-        config = self.core.vllm_config.cache_config
-        return config.num_gpu_blocks * config.block_size
+        """How many tokens the KV cache holds."""
+        return self.core.scheduler.kv_cache_config.num_blocks * self.core.vllm_config.cache_config.block_size
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        config = self.core.vllm_config
+        return self.kv_cache_tokens * kv_bytes_per_token(config.model_config.hf_config, self.dtype.itemsize)
 
 
 def utilization(settings: Settings) -> dict[str, Any]:

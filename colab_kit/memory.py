@@ -5,7 +5,10 @@ Every figure of the ledger comes from the driver: torch's own counters still cou
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import os
+import re
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -40,8 +43,7 @@ def choose_memory(settings: Settings, config: Any) -> MemoryChoice:
     if dtype == "auto":
         dtype = "float32" if not cuda else "bfloat16" if torch.cuda.is_bf16_supported(False) else "float16"
         reasons.append(f"dtype={dtype}: " + ("exact, and no slower on a CPU" if not cuda else "the card has it"))
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * getattr(torch, dtype).itemsize
+    per_token = kv_bytes_per_token(config, getattr(torch, dtype).itemsize)
     tokens = (settings.vllm_max_num_seqs or min(settings.completions_per_step, 64)) * settings.max_model_length
     kv = per_token * (tokens + 256)
     if settings.vllm_gpu_memory_utilization is not None and cuda:
@@ -49,6 +51,12 @@ def choose_memory(settings: Settings, config: Any) -> MemoryChoice:
     else:
         reasons.append(f"KV cache {kv / GIB:.2f} GiB: room for one step's completions at full length")
     return MemoryChoice(dtype, kv, 2048, reasons)
+
+
+def kv_bytes_per_token(config: Any, itemsize: int) -> int:
+    """Keys and values of one token in all layers."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * itemsize
 
 
 def choose_devices(policy: Policy, settings: Settings):
@@ -62,7 +70,7 @@ def choose_devices(policy: Policy, settings: Settings):
     if device.type == "cpu":
         return tokens, Devices(), None
     layers = policy.model.get_base_model().config.num_hidden_layers
-    expand = torch.cuda.get_device_capability(device) < (8, 0)
+    expand = settings.sdpa_backend == "efficient" or torch.cuda.get_device_capability(device) < (8, 0)
     if policy.host_store is None:
         policy.host_store = HostStore(device, layers, int(host_available() * 0.6))
     return tokens, Devices(True, True, 4096, expand), policy.host_store
@@ -76,36 +84,37 @@ def host_available() -> int:
 
 
 class Driver:
-    """The card's memory as NVML reports it, and this process's share of it."""
+    """The card's memory as NVML reports it, and this process's share. Make it before torch creates its context."""
 
     def __init__(self) -> None:
         from vllm.third_party import pynvml
 
-        self.nvml = pynvml
         pynvml.nvmlInit()
-        import torch
-
-        index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
-        self.handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        self.others = 0
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        self.handle = pynvml.nvmlDeviceGetHandleByIndex(int(visible) if visible.isdigit() else 0)
+        self._info = pynvml.nvmlDeviceGetMemoryInfo
+        self.total = self._info(self.handle).total
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(self.handle)
+        own = next((p.usedGpuMemory or 0 for p in processes if p.pid == os.getpid()), 0)
+        self.others = self.used() - own
+        """bytes that are not this process's: other processes, and what the driver keeps for itself"""
 
     def used(self) -> int:
         """Bytes used on the card, by everyone."""
-        info = self.nvml.nvmlDeviceGetMemoryInfo(self.handle)
-        return info.total - info.free
+        return self.total - self._info(self.handle).free
 
     def mine(self) -> int:
-        return self.used() - self.others
+        return max(self.used() - self.others, 0)
 
 
 class Ledger:
-    """Samples the driver in a thread; keeps the peak of each phase."""
+    """Samples the driver in a thread and keeps the peak of each phase, in bytes."""
 
     def __init__(self, driver: Driver, interval: float = 0.02) -> None:
         self.driver, self.interval = driver, interval
         self.phase = "loading"
         self.peaks: dict[str, int] = {}
-        self.samples: list[tuple[float, int, str]] = []
+        self.samples: collections.deque[tuple[float, int, str]] = collections.deque(maxlen=100_000)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory ledger", daemon=True)
         self._thread.start()
@@ -115,11 +124,59 @@ class Ledger:
             self.sample()
 
     def sample(self) -> int:
+        """One reading, now; also at every change of phase, so that none is missed."""
         used, phase = self.driver.mine(), self.phase
         self.peaks[phase] = max(self.peaks.get(phase, 0), used)
         self.samples.append((time.monotonic(), used, phase))
         return used
 
+    def enter(self, phase: str) -> None:
+        self.sample()
+        self.phase = phase
+        self.sample()
+
+    def forget(self) -> None:
+        """Begin new peaks: a run's are its own."""
+        self.peaks.clear()
+        self.samples.clear()
+
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
+
+
+def savings(peaks: dict[str, int], kv_cache_bytes: int, standby: bool) -> dict[str, Any] | None:
+    """What the run needed at its peak, and what the same run would have needed with the KV cache resident.
+
+    Without Standby the cache stays while training: the training phases' measured peak plus the bytes that the driver
+    said came free. None without Standby or before a whole step was measured. GiB.
+    """
+    if not standby or "training" not in peaks or "generating" not in peaks:
+        return None
+    asleep = max(peak for phase, peak in peaks.items() if phase not in ("generating", "loading"))
+    with_standby = max(peaks["generating"], asleep)
+    without = max(peaks["generating"], asleep + kv_cache_bytes)
+    return {
+        "with_gib": with_standby / GIB,
+        "without_gib": without / GIB,
+        "saved_gib": (without - with_standby) / GIB,
+        "reference": "this run's training peak plus the KV cache that Standby took away, both as the driver counts",
+    }
+
+
+class OutOfMemory(MemoryError):
+    """The card ran out; says in which phase, how much was asked for and free, and one setting to change first."""
+
+
+def explain_oom(error: BaseException, phase: str, free_bytes: int, settings: Settings, longest: int) -> OutOfMemory:
+    asked = re.search(r"Tried to allocate ([\d.]+ [KMG]iB)", str(error))
+    if phase == "generating":
+        knob = "lower vllm_gpu_memory_utilization, or max_completion_length"
+    elif longest and (settings.max_tokens_per_micro_batch or 0) > longest:
+        knob = f"lower max_tokens_per_micro_batch ({settings.max_tokens_per_micro_batch}; the longest is {longest})"
+    else:
+        knob = f"lower max_completion_length ({settings.max_completion_length}; the longest sequence has {longest})"
+    return OutOfMemory(
+        f"out of GPU memory while {phase}: {asked.group(1) if asked else 'more'} was asked for, {free_bytes / GIB:.2f} "
+        f"GiB was free. First {knob}."
+    )

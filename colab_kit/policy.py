@@ -15,14 +15,20 @@ from .standby import Standby
 class Policy:
     """A language model that can be sampled and trained. Made by `load`."""
 
-    def __init__(self, settings, engine, model, tokenizer) -> None:
+    def __init__(self, settings, engine, model, tokenizer, ledger=None) -> None:
         from .adapter import Slot
+        from .sharing import base_parameters
 
         self.settings, self.engine, self.tokenizer = settings, engine, tokenizer
         self.model = model
         """the PEFT model; its base weights are views of the engine's"""
         self.slot = Slot(engine, model)
         self.standby = Standby(engine, enabled=True)
+        self.ledger = ledger
+        """the memory ledger (`memory.Ledger`); None on a CPU"""
+        self.weight_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in base_parameters(model))
+        self.idle_bytes = 0
+        """what this process holds on the card when the engine sleeps and nothing trains, by the driver"""
         self.host_store = None
         """pinned host memory for long sequences; made by the first run that needs it, kept for the next"""
 
@@ -126,6 +132,12 @@ def html_table(columns: dict[str, list[str]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
+def cuda_is_here() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def load(settings: Settings) -> Policy:
     """Start the engine and share its weights with a transformers model that carries the adapter.
 
@@ -147,8 +159,9 @@ def load(settings: Settings) -> Policy:
 
     check_shareable(config)
     from .engine import Engine
-    from .memory import choose_memory
+    from .memory import Driver, Ledger, choose_memory
 
+    ledger = Ledger(Driver()) if cuda_is_here() else None
     choice = choose_memory(settings, config)
     print(choice)
     engine = Engine.start(folder, settings, choice)
@@ -158,7 +171,9 @@ def load(settings: Settings) -> Policy:
 
     model = add_adapter(share_weights(engine.model, config, engine.dtype), settings)
     say("transformers model sharing the engine's weights")
-    policy = Policy(settings, engine, model, tokenizer)
+    policy = Policy(settings, engine, model, tokenizer, ledger)
     freed = policy.standby.sleep()
+    if ledger:
+        policy.idle_bytes = ledger.sample()
     say(f"asleep; the driver says {freed / 2**30:.2f} GiB came free" if policy.standby.enabled else "ready")
     return policy

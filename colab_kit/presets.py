@@ -7,6 +7,7 @@ wherever they have one. Where the kit departs from TRL, the field says so.
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -18,9 +19,10 @@ CHOICES: dict[str, tuple] = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "importance_sampling_level": ("token", "sequence"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    "sdpa_backend": (None, "efficient"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "lr_scheduler_type": ("constant", "linear", "cosine", "constant_with_warmup"),
-    "optim": ("auto", "adamw_torch", "paged_adamw_8bit"),
+    "optim": ("auto", "adamw_torch", "adamw_8bit", "paged_adamw_8bit"),
 }
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -55,8 +57,10 @@ class Settings:
     """prompt and completion, tokens. None: max_prompt_length (or 512) + max_completion_length"""
     max_tokens_per_micro_batch: int | None = None
     """tokens that one forward and backward holds; None: chosen from the free memory, and printed"""
-    logprob_chunk_size: int = 1024
+    logprob_chunk_size: int = 256
     """tokens whose logits exist at one time"""
+    sdpa_backend: str | None = None
+    """torch's attention kernel while training. None: its choice, flash from sm_80 on, efficient on a T4"""
     chat_template_kwargs: dict[str, Any] | None = None
     # --- sampling ---------------------------------------------------------------------------------
     temperature: float = 1.0
@@ -97,7 +101,7 @@ class Settings:
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     optim: str = "auto"
-    """auto: paged_adamw_8bit on a GPU, adamw_torch on a CPU"""
+    """auto: adamw_8bit on a GPU, adamw_torch on a CPU"""
     # --- run --------------------------------------------------------------------------------------
     max_steps: int = 100
     seed: int = 42
@@ -124,9 +128,9 @@ class Settings:
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
-                near = get_close_matches(str(value), allowed, n=1, cutoff=0.4)
+                near = get_close_matches(str(value), map(str, allowed), n=1, cutoff=0.4)
                 hint = f" (did you mean {near[0]!r}?)" if near else ""
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}{hint}")
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(map(str, allowed))}{hint}")
         if self.num_generations < 2:
             raise ValueError(
                 f"num_generations must be at least 2: with one completion the group's standard deviation is 0, "
@@ -203,15 +207,16 @@ class Settings:
         self._check(lambda value: value >= bound, "below", bound, names)
 
 
-QUICKSTART_CPU = Settings(
-    dtype="float32",
+QUICKSTART = Settings(
     num_generations=8,
     per_device_train_batch_size=16,
-    max_completion_length=48,
-    learning_rate=2e-4,
-    max_steps=30,
+    max_prompt_length=64,
+    max_completion_length=24,
+    reward_weights=(0.5, 0.5),
+    learning_rate=5e-4,
+    max_steps=24,
 )
-"""SmolLM2-135M on two CPU cores."""
+"""SmolLM2-135M on two CPU cores, or on any GPU."""
 
 LLAMA31_8B_T4 = Settings(
     model_name_or_path="unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit",
@@ -241,3 +246,25 @@ QWEN3_32B_A100 = Settings(
     max_steps=40,
 )
 """Qwen3 32B on an A100 with 40 GB."""
+
+
+def for_ci(settings: Settings) -> Settings:
+    """The settings as they are; with COLAB_KIT_CI=1, as automatic tests set it, SmolLM2 and fewer, smaller steps."""
+    if os.environ.get("COLAB_KIT_CI") != "1":
+        return settings
+    print("COLAB_KIT_CI=1: SmolLM2 and small numbers in the place of the settings above")
+    if settings.model_name_or_path == Settings.model_name_or_path:
+        return settings.replace(max_steps=min(settings.max_steps, 10))
+    return settings.replace(
+        model_name_or_path=Settings.model_name_or_path,
+        dtype="auto",
+        lora_r=16,
+        num_generations=4,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=1,
+        max_prompt_length=128,
+        max_completion_length=16,
+        vllm_max_model_length=None,
+        vllm_attention_backend=None,
+        max_steps=3,
+    )

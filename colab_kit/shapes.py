@@ -79,7 +79,8 @@ def write_checkpoint(name: str, folder: str | Path, *, load_in_4bit: bool = True
     if not config["tie_word_embeddings"]:
         write({"lm_head.weight": normal(config["vocab_size"], h)})
     linears = {
-        "self_attn.q_proj": (q, h), "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h), "self_attn.o_proj": (h, q),
+        "self_attn.q_proj": (q, h), "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h),
+        "self_attn.o_proj": (h, q),
         "mlp.gate_proj": (inter, h), "mlp.up_proj": (inter, h), "mlp.down_proj": (h, inter),
     }  # fmt: skip
     for layer in range(config["num_hidden_layers"]):

@@ -1,7 +1,7 @@
 """One copy of the weights: a transformers model whose parameters are views of the engine's.
 
-vLLM fuses q/k/v and gate/up into one tensor. Rows of its packed 4-bit tensors are exactly bitsandbytes' own layout, so a
-slice of them, with the quantization state that belongs to it, is a `Params4bit`; 16-bit rows are plain slices.
+vLLM fuses q/k/v and gate/up into one tensor. Rows of its packed 4-bit tensors are exactly bitsandbytes' own layout, so
+a slice of them, with the quantization state that belongs to it, is a `Params4bit`; 16-bit rows are plain slices.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def share_weights(engine_model: nn.Module, config: Any, dtype: torch.dtype) -> n
             view = view[: parameter.shape[0]]  # vLLM pads the vocabulary
         if view.shape != parameter.shape:
             raise ValueError(
-                f"the engine keeps {name} in a layout of its own ({tuple(view.shape)} for {tuple(parameter.shape)}), so "
-                f"16-bit weights can't be shared on this device: set load_in_4bit=True, or use a GPU"
+                f"the engine keeps {name} in a layout of its own ({tuple(view.shape)} for {tuple(parameter.shape)}), "
+                f"so 16-bit weights can't be shared on this device: set load_in_4bit=True, or use a GPU"
             )
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(view, requires_grad=False))
@@ -129,7 +129,7 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             continue
-        yield name, parameter.data
+        yield name, parameter.data  # named_parameters gives a tied head once
         if state := getattr(parameter, "quant_state", None):
             yield f"{name}.absmax", state.absmax
 

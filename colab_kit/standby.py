@@ -86,6 +86,7 @@ class Standby:
         self.is_awake = True
         self.freed_bytes = 0
         """what the driver says came free at the last sleep"""
+        self.kv_cache_bytes = engine.kv_cache_bytes
         self.sleep_seconds = 0.0
         self.wake_seconds = 0.0
 
@@ -115,6 +116,14 @@ class Standby:
         start = time.perf_counter()
         if self.enabled:
             self.engine.synchronize()
+            self.engine.give_back_cached_blocks()
+            free = self.engine.free_bytes()
+            if free < self.kv_cache_bytes:
+                raise MemoryError(
+                    f"the KV cache needs {self.kv_cache_bytes / 2**30:.2f} GiB to wake and {free / 2**30:.2f} GiB is "
+                    f"free: something else holds the card's memory (tensors of the notebook, another process). Free "
+                    f"it, or load with a lower vllm_gpu_memory_utilization"
+                )
             self.engine.restore_kv_cache()
         self.engine.resume()
         self.is_awake = True

@@ -23,7 +23,7 @@ from .dashboard import Dashboard, Report
 from .data import Prompts, prepare_prompts
 from .engine import Completion
 from .long_context import hidden_states, micro_batches, use_packed_attention
-from .memory import choose_devices
+from .memory import GIB, choose_devices, explain_oom, savings
 from .policy import Policy, Samples
 from .presets import Settings
 from .rewards import score, validate_reward_funcs
@@ -87,15 +87,17 @@ class Trainer:
             dataclasses.asdict(settings), settings.output_dir, settings.max_steps, reward_names=self._reward_names()
         )
         self.callbacks = Callbacks(self, callbacks)
-        self.warned = False
+        self.warned, self.longest, self.began = False, 0, time.monotonic()
 
     # --- the algorithm ------------------------------------------------------------------------------
 
     def run(self) -> Run:
+        if self.policy.ledger:
+            self.policy.ledger.forget()
         with Dashboard(self.report) as self.dashboard, self.callbacks:
             for step in range(self.settings.max_steps):
                 start = time.perf_counter()
-                metrics = self.step(step)
+                metrics = self.step(step) | self.memory_metrics()
                 metrics["step_time"] = time.perf_counter() - start
                 self.dashboard.step(step + 1, metrics)
                 if self.callbacks.step_end(step + 1, metrics):
@@ -154,7 +156,7 @@ class Trainer:
         is_truncated = grpo.truncated([completion.finish_reason for completion in rollout.completions])
         totals = grpo.StepTotals.from_lengths(lengths, is_truncated, s)
         sizes = [len(prompt) + length for prompt, length in zip(rollout.prompt_ids, lengths, strict=True)]
-        batches = micro_batches(sizes, self.max_tokens)
+        batches, self.longest = micro_batches(sizes, self.max_tokens), max(sizes)
         kept: dict[int, tuple] = {}  # old log-probs and sampler ratio of each micro-batch, from the first iteration
         self.model.train()
         for iteration in range(s.num_iterations):
@@ -245,9 +247,39 @@ class Trainer:
     @contextmanager
     def phase(self, name: str):
         self.dashboard.phase(name)
-        start = time.perf_counter()
-        yield
+        ledger, start = self.policy.ledger, time.perf_counter()
+        if ledger:
+            ledger.enter(name)
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            free = self.policy.engine.free_bytes()
+            self.optimizer.zero_grad(set_to_none=True)
+            # Raised from None: the traceback holds the tensors that did not fit.
+            raise explain_oom(error, name, free, self.settings, self.longest) from None
         self.seconds[f"time/{name}"] = time.perf_counter() - start
+
+    def memory_metrics(self) -> dict[str, float]:
+        """GiB by the driver, for this process; and the card for the dashboard. Empty on a CPU."""
+        ledger, standby = self.policy.ledger, self.policy.standby
+        if not ledger:
+            return {}
+        idle, peaks, kv = ledger.sample(), ledger.peaks, standby.kv_cache_bytes
+        training = max(peaks.get("training", 0) - self.policy.idle_bytes, 0)
+        parts = {"weights": self.policy.weight_bytes, "kv_cache": kv, "training": training}
+        parts["other"] = max(self.policy.idle_bytes - parts["weights"] - (0 if standby.enabled else kv), 0)
+        self.dashboard.memory(
+            {name: value / GIB for name, value in parts.items()},
+            free_gib=(ledger.driver.total - ledger.driver.used()) / GIB, total_gib=ledger.driver.total / GIB,
+        )  # fmt: skip
+        for moment, used, phase in list(ledger.samples)[-300:]:
+            self.report.memory_sample(moment - self.began, used / GIB, phase)
+        self.report.savings = savings(peaks, kv, standby.enabled) or self.report.savings
+        return {
+            "memory/peak_gib": max(peaks.values()) / GIB, "memory/asleep_gib": peaks.get("training", 0) / GIB,
+            "memory/awake_gib": peaks.get("generating", 0) / GIB, "memory/idle_gib": idle / GIB,
+            "memory/kv_cache_gib": kv / GIB, "memory/freed_gib": standby.freed_bytes / GIB,
+        }  # fmt: skip
 
     def show(self, rollout: Rollout, scores, advantages) -> None:
         """The step's first prompt, with its completions, to the dashboard."""
@@ -375,16 +407,17 @@ def sampling_arguments(s: Settings) -> dict[str, Any]:
 
 
 def make_optimizer(parameters: list[torch.nn.Parameter], s: Settings, device: torch.device):
-    """AdamW: torch's on a CPU; bitsandbytes' paged 8-bit on a GPU, whose states take a quarter of the memory."""
+    """AdamW: torch's on a CPU; bitsandbytes' 8-bit on a GPU, whose states take a quarter of the memory."""
     kwargs = dict(
         lr=s.learning_rate, betas=(s.adam_beta1, s.adam_beta2), eps=s.adam_epsilon, weight_decay=s.weight_decay
     )
-    name = s.optim if s.optim != "auto" else "adamw_torch" if device.type == "cpu" else "paged_adamw_8bit"
+    name = s.optim if s.optim != "auto" else "adamw_torch" if device.type == "cpu" else "adamw_8bit"
     if name == "adamw_torch":
         return torch.optim.AdamW(parameters, **kwargs)
     import bitsandbytes as bnb
 
-    return bnb.optim.PagedAdamW8bit(parameters, **kwargs)
+    make = bnb.optim.PagedAdamW8bit if name == "paged_adamw_8bit" else bnb.optim.AdamW8bit
+    return make(parameters, **kwargs)
 
 
 ENGINE_FIELDS = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 
 def install_layers() -> None:
     """Before an engine starts, after vLLM's plugins were loaded."""
@@ -19,21 +21,12 @@ def install_linear_method() -> None:
 
     @register_weight_loader_v2_supported_method
     class SharedBitsAndBytesLinearMethod(BitsAndBytesLinearMethod):
-        def create_weights(
-            self,
-            layer,
-            input_size_per_partition,
-            output_partition_sizes,
-            input_size,
-            output_size,
-            params_dtype,
-            **extra,
-        ):
+        def create_weights(self, layer, *args, **kwargs):
             # Two 4-bit values share a byte whatever the activations' dtype; the plugin derives the ratio from it.
-            params_dtype = params_dtype if self.quant_config.load_in_8bit else torch.bfloat16
-            super().create_weights(
-                layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype, **extra
-            )
+            call = inspect.signature(super().create_weights).bind(layer, *args, **kwargs)
+            if not self.quant_config.load_in_8bit:
+                call.arguments["params_dtype"] = torch.bfloat16
+            super().create_weights(*call.args, **call.kwargs)
 
         def _apply_4bit_weight(self, layer, x, bias=None):
             # In x's own dtype: on a T4 the fused kernel is float16's, and a cast to bfloat16 would miss it.
