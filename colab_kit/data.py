@@ -6,6 +6,7 @@ A dataset is a `datasets.Dataset`, a list of dicts, or anything iterable of dict
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -189,11 +190,14 @@ def gsm8k(tokenizer: Any = None, split: str = "train") -> Any:
     """GSM8K (https://huggingface.co/datasets/openai/gsm8k, MIT): 7,473 school problems, 1,319 in `test`.
 
     Returns a `datasets.Dataset` with `prompt` (messages; plain text if `tokenizer` has no chat template) and
-    `answer` (the number as text).
+    `answer` (the number as text). With COLAB_KIT_CI=1, as automatic tests of the notebooks set it, `arithmetic()`.
 
     Raises:
         RuntimeError: the hub can't be reached and the cache has no copy.
     """
+    if os.environ.get("COLAB_KIT_CI") == "1":
+        print("COLAB_KIT_CI=1: sums in the place of GSM8K")
+        return arithmetic(n=64, seed=0 if split == "train" else 1, tokenizer=tokenizer)
     import datasets
 
     try:
