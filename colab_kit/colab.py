@@ -9,6 +9,8 @@ import threading
 from importlib.util import find_spec
 from pathlib import Path
 
+from .presets import in_ci
+
 SECRET = "HF_TOKEN"
 
 
@@ -67,7 +69,7 @@ def run_folder(name: str, drive: bool = True) -> str:
     Colab asks for permission; if it is not given, the folder on this machine is used and said so. With COLAB_KIT_CI=1
     it is a new folder each time.
     """
-    if os.environ.get("COLAB_KIT_CI") == "1":
+    if in_ci():
         return tempfile.mkdtemp(prefix=f"{name}-")
     folder = Path("outputs") / name
     if drive and in_colab():
@@ -78,5 +80,5 @@ def run_folder(name: str, drive: bool = True) -> str:
             folder = Path("/content/drive/MyDrive/colab_kit") / name
         except Exception as error:  # permission not given, or no browser attached
             print(f"Google Drive is not available ({type(error).__name__}): {folder} is lost with this session")
-    print(f"checkpoints: {folder}")
+    print(f"folder of this run: {folder}")
     return str(folder)

@@ -23,6 +23,7 @@ from typing import Any
 
 from .colab import hub_token, in_colab
 from .packages import CORE, INSTALL, core_packages, differing, explain_import, version, wrong_combinations
+from .presets import in_ci
 
 MIN_DRIVER = 580  # of CUDA 13
 MIN_CAPABILITY = (7, 5)  # CUDA 13 begins with Turing
@@ -144,7 +145,7 @@ def preflight(preset: Any = None, imports: bool = True) -> Preflight:
 
 
 def _key(preset: Any) -> str | None:
-    if os.environ.get("COLAB_KIT_CI") == "1":
+    if in_ci():
         return "cpu"
     if preset is None or preset in NEEDS:
         return preset

@@ -262,9 +262,14 @@ def by_memory(small: Settings, large: Settings, at_least: float = 70) -> Setting
     return chosen
 
 
+def in_ci() -> bool:
+    """Whether an automatic test runs this notebook (COLAB_KIT_CI=1): the same cells, with SmolLM2 and small numbers."""
+    return os.environ.get("COLAB_KIT_CI") == "1"
+
+
 def for_ci(settings: Settings) -> Settings:
     """The settings as they are; with COLAB_KIT_CI=1, as automatic tests set it, SmolLM2 and fewer, smaller steps."""
-    if os.environ.get("COLAB_KIT_CI") != "1":
+    if not in_ci():
         return settings
     print("COLAB_KIT_CI=1: SmolLM2 and small numbers in the place of the settings above")
     if settings.model_name_or_path == Settings.model_name_or_path:
