@@ -17,9 +17,10 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "load": "policy",
+    "unload": "policy",
     "Policy": "policy",
     "train": "trainer",
-    "Run": "trainer",
+    "Run": "run",
     "Report": "dashboard",
     "install": "installing",
     "hub_token": "colab",

@@ -43,6 +43,17 @@ def add_adapter(model: nn.Module, settings: Settings) -> PeftModel:
     return peft_model
 
 
+def renew_adapter(peft_model: PeftModel, settings: Settings) -> PeftModel:
+    """A fresh adapter of another rank or on other modules, around the same base.
+
+    Raises: ValueError, with the old one still in place, for a module that the model hasn't got.
+    """
+    present = {name.rpartition(".")[2] for name, _ in peft_model.get_base_model().named_modules()}
+    if missing := [name for name in settings.lora_target_modules if name not in present]:
+        raise ValueError(f"lora_target_modules: the model has no {', '.join(missing)}")
+    return add_adapter(peft_model.unload(), settings)
+
+
 class Slot:
     """vLLM's side of the adapter: registered once, then overwritten in place after every optimizer step."""
 
@@ -50,6 +61,8 @@ class Slot:
         from vllm.lora.request import LoRARequest
 
         self.engine = engine
+        if ADAPTER_ID in engine.llm.llm_engine.list_loras():  # of the adapter that this one replaces
+            engine.llm.llm_engine.remove_lora(ADAPTER_ID)
         # vLLM registers an adapter from files; this is the only time that any are written for it.
         with tempfile.TemporaryDirectory() as folder:
             peft_model.save_pretrained(folder, save_embedding_layers=False)
@@ -93,6 +106,11 @@ def _scaled_b(layer: Any) -> torch.Tensor:
     return layer.lora_B["default"].weight * layer.scaling["default"]
 
 
+def adapter_update(layer: Any) -> torch.Tensor | None:
+    """What the adapter adds to a layer's weight, [out, in] in float32; None for a layer without one."""
+    return (_scaled_b(layer) @ _a(layer)).float() if hasattr(layer, "lora_A") else None
+
+
 def save_adapter(peft_model: PeftModel, tokenizer: Any, folder: str | Path) -> Path:
     """Plain PEFT files and the tokenizer; loads with `PeftModel.from_pretrained` and as a vLLM LoRA."""
     folder = Path(folder)
@@ -101,20 +119,56 @@ def save_adapter(peft_model: PeftModel, tokenizer: Any, folder: str | Path) -> P
     return folder
 
 
+def adapter_files(peft_model: PeftModel) -> dict[str, bytes]:
+    """PEFT's two files, in memory."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save
+
+    tensors = get_peft_model_state_dict(peft_model, save_embedding_layers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        peft_model.peft_config["default"].save_pretrained(folder)
+        config = (Path(folder) / "adapter_config.json").read_bytes()
+    content = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    return {"adapter_config.json": config, "adapter_model.safetensors": save(content, {"format": "pt"})}
+
+
 def load_adapter(peft_model: PeftModel, folder: str | Path) -> None:
     """Read an adapter's values from `folder` (safetensors only) into the trained one.
 
-    Raises: ValueError when rank, alpha or modules differ, naming both.
+    Raises: FileNotFoundError without PEFT's safetensors; ValueError when rank, alpha or modules differ, naming both.
     """
-    from peft import LoraConfig, set_peft_model_state_dict
+    from peft import LoraConfig
     from safetensors.torch import load_file
 
+    file = Path(folder) / "adapter_model.safetensors"
+    if not file.is_file():
+        raise FileNotFoundError(f"no adapter_model.safetensors in {folder}: pass a folder that policy.save wrote")
     mine, theirs = peft_model.peft_config["default"], LoraConfig.from_pretrained(str(folder))
-    for name, field in (("r", "lora_r"), ("lora_alpha", "lora_alpha"), ("target_modules", "lora_target_modules")):
+    for name, field in (("r", "lora_r"), ("lora_alpha", "lora_alpha")):
         have, want = getattr(mine, name), getattr(theirs, name)
-        if (set(have) != set(want)) if name == "target_modules" else have != want:
+        if have != want:
             raise ValueError(f"the adapter in {folder} has {name}={want}, this policy {have}: set {field} to match")
-    state = load_file(Path(folder) / "adapter_model.safetensors")
-    result = set_peft_model_state_dict(peft_model, state)
-    if result.unexpected_keys:
-        raise ValueError(f"the adapter in {folder} has tensors that this model has no place for: {state.keys()}")
+    for name in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern"):
+        if getattr(theirs, name, None):
+            raise ValueError(f"the adapter in {folder} has {name}, which the kit can't sample with")
+    set_adapter(peft_model, load_file(file), folder)
+
+
+def set_adapter(peft_model: PeftModel, tensors: dict[str, torch.Tensor], folder: str | Path) -> None:
+    """Values by PEFT's names into the trained adapter. Raises ValueError, before any is set, if one does not fit."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    mine = get_peft_model_state_dict(peft_model, save_embedding_layers=False)
+    if mine.keys() != tensors.keys():
+        modules = [sorted({key.split(".")[-3] for key in keys}) for keys in (tensors, mine)]
+        raise ValueError(
+            f"the adapter in {folder} has other tensors than this policy's (it adapts {', '.join(modules[0])}; the "
+            f"policy {', '.join(modules[1])}): set lora_target_modules and model_name_or_path to match"
+        )
+    for key, value in tensors.items():
+        if value.shape != mine[key].shape:
+            raise ValueError(
+                f"{key} in {folder} is {tuple(value.shape)}, this policy's is {tuple(mine[key].shape)}: it belongs to "
+                f"another model or rank"
+            )
+    set_peft_model_state_dict(peft_model, tensors)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from .interrupts import uninterrupted
 from .memory import kv_bytes_per_token
 from .presets import Settings
 from .standby import prepare_environment, standby_requested
@@ -92,6 +93,19 @@ class Engine:
     def lora_manager(self):
         return self._runner.lora_manager._adapter_manager
 
+    @property
+    def max_lora_rank(self) -> int:
+        return self.core.vllm_config.lora_config.max_lora_rank
+
+    def shut_down(self) -> None:
+        """End the engine and let go of its memory; it can't be used afterwards."""
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self.synchronize()
+        self.llm.llm_engine.engine_core.shutdown()
+        self.__dict__.clear()
+        cleanup_dist_env_and_memory()
+
     # --- generating ---------------------------------------------------------------------------------
 
     def generate(
@@ -111,18 +125,7 @@ class Engine:
         import torch
         from vllm import SamplingParams
 
-        s = self.settings
-        parameters = (
-            dict(
-                temperature=s.temperature,
-                top_p=s.top_p,
-                top_k=s.top_k,
-                min_p=s.min_p or 0.0,
-                repetition_penalty=s.repetition_penalty,
-                max_tokens=s.max_completion_length,
-            )
-            | sampling
-        )
+        parameters = sampling_arguments(self.settings) | sampling
         if parameters["temperature"] == 0 and n > 1:
             raise ValueError(f"temperature=0 is greedy: every completion is the same, so n must be 1; got {n}")
         # A seed for each prompt, n apart, so that a prompt that occurs twice does not get the same completions twice.
@@ -136,9 +139,11 @@ class Engine:
         engine, outputs = self.llm.llm_engine, []
         try:
             with eager:
-                self.llm.enqueue(prompts, params, lora_request=lora_request, use_tqdm=False)
+                with uninterrupted():  # a scheduler that stopped half-way could not be made idle again
+                    self.llm.enqueue(prompts, params, lora_request=lora_request, use_tqdm=False)
                 while engine.has_unfinished_requests():
-                    outputs += engine.step()
+                    with uninterrupted():
+                        outputs += engine.step()
                     if progress:
                         unfinished = len(engine.output_processor.request_states)
                         progress(n * len(prompts) - unfinished, n * len(prompts))
@@ -148,6 +153,7 @@ class Engine:
         outputs.sort(key=lambda output: int(output.request_id))  # vLLM numbers them as they were queued
         return [[_completion(sample) for sample in output.outputs] for output in outputs]
 
+    @uninterrupted()
     def abort(self) -> None:
         """Drop whatever is still being generated."""
         engine = self.llm.llm_engine
@@ -215,6 +221,13 @@ class Engine:
     def kv_cache_bytes(self) -> int:
         config = self.core.vllm_config
         return self.kv_cache_tokens * kv_bytes_per_token(config.model_config.hf_config, self.dtype.itemsize)
+
+
+def sampling_arguments(s: Settings) -> dict[str, Any]:
+    return dict(
+        temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, min_p=s.min_p or 0.0,
+        repetition_penalty=s.repetition_penalty, max_tokens=s.max_completion_length,
+    )  # fmt: skip
 
 
 def utilization(settings: Settings) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .interrupts import uninterrupted
 from .presets import Settings
+from .samples import Samples, as_rows
 from .standby import Standby
 
 
@@ -44,6 +44,7 @@ class Policy:
         base model.
         """
         from .data import prepare_prompts
+        from .engine import sampling_arguments
 
         rows = as_rows(prompts)
         prepared = prepare_prompts(rows, self.tokenizer, self.settings)
@@ -53,7 +54,7 @@ class Policy:
                 n=n,
                 seed=self.settings.seed if seed is None else seed,
                 lora_request=self.slot.request if use_adapter else None,
-                **sampling,
+                **(sampling_arguments(self.settings) | sampling),
             )
         arguments = {"n": n, "use_adapter": use_adapter, "seed": seed, **sampling}
         return Samples(prepared.rows, [[completion.text for completion in group] for group in groups], arguments)
@@ -75,61 +76,22 @@ class Policy:
         load_adapter(self.model, folder)
         self.sync()
 
+    def merge(self, folder: str | Path, dtype: str | None = None) -> Path:
+        """Base and adapter as one plain 16-bit checkpoint (see `export.merge`)."""
+        from .export import merge
 
-class Samples:
-    """Prompts with their completions. `samples[i]` is the list of completions of prompt i."""
+        return merge(self, folder, dtype)
 
-    def __init__(self, rows: Sequence[dict[str, Any]], completions: Sequence[list[str]], sampling: dict) -> None:
-        self.rows, self.completions, self.sampling = list(rows), list(completions), sampling
+    def push_to_hub(self, repo_id: str, token: str | None = None, merged: bool = False) -> str:
+        """The adapter, or the merged model, on the Hugging Face hub (see `export.push_to_hub`)."""
+        from .export import push_to_hub
 
-    def __getitem__(self, index: int) -> list[str]:
-        return self.completions[index]
+        return push_to_hub(self, repo_id, token, merged)
 
-    def __len__(self) -> int:
-        return len(self.completions)
-
-    @property
-    def columns(self) -> dict[str, list[str]]:
-        return {"prompt": [last_message(row["prompt"]) for row in self.rows]} | {
-            "completion": ["\n---\n".join(group) for group in self.completions]
-        }
-
-    def __repr__(self) -> str:
-        return text_table(self.columns)
-
-    def _repr_html_(self) -> str:
-        return html_table(self.columns)
-
-
-def as_rows(prompts: Any) -> list[dict[str, Any]]:
-    """Rows with a `prompt` from whatever a slice of a dataset, a list of strings or of message lists is."""
-    if isinstance(prompts, dict):  # what datasets.Dataset[:4] gives
-        return [dict(zip(prompts, values, strict=True)) for values in zip(*prompts.values(), strict=True)]
-    return [row if isinstance(row, dict) and "role" not in row else {"prompt": row} for row in prompts]
-
-
-def last_message(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
-
-
-def text_table(columns: dict[str, list[str]], width: int = 60) -> str:
-    import textwrap
-
-    lines = []
-    for i in range(len(next(iter(columns.values()), []))):
-        for name, values in columns.items():
-            wrapped = [w for line in str(values[i]).splitlines() or [""] for w in textwrap.wrap(line, width) or [""]]
-            lines += [f"{name if j == 0 else '':>12}  {text}" for j, text in enumerate(wrapped)]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def html_table(columns: dict[str, list[str]]) -> str:
-    cell = 'style="text-align:left;vertical-align:top;white-space:pre-wrap;max-width:32em;padding:4px 12px"'
-    head = "".join(f"<th {cell}>{html.escape(name)}</th>" for name in columns)
-    rows = zip(*columns.values(), strict=True)
-    body = "".join("<tr>" + "".join(f"<td {cell}>{html.escape(str(v))}</td>" for v in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    def __getattr__(self, name: str) -> Any:
+        if "engine" not in self.__dict__ and not name.startswith("_"):
+            raise RuntimeError("this policy was unloaded: call load(settings) again")
+        raise AttributeError(name)
 
 
 def cuda_is_here() -> bool:
@@ -138,12 +100,27 @@ def cuda_is_here() -> bool:
     return torch.cuda.is_available()
 
 
+ENGINE_FIELDS = (
+    "model_name_or_path", "load_in_4bit", "dtype", "vllm_gpu_memory_utilization", "vllm_max_num_seqs",
+    "vllm_attention_backend", "enforce_eager",
+)  # fmt: skip
+LORA_FIELDS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+_loaded: Policy | None = None
+
+
 def load(settings: Settings) -> Policy:
     """Start the engine and share its weights with a transformers model that carries the adapter.
 
     Prints each phase with its seconds. Raises before anything heavy: a model that doesn't exist, an architecture that
     can't be shared, an environment that can't work.
+
+    There is one engine a process. Called again it returns the same policy, with its adapter as it is; with another LoRA
+    rank, alpha, dropout or modules, the same policy with a fresh adapter; with another engine's settings it raises
+    ValueError.
     """
+    global _loaded
+    if _loaded is not None:
+        return _reload(_loaded, settings)
     from .sources import resolve_model
 
     start = time.perf_counter()
@@ -166,14 +143,105 @@ def load(settings: Settings) -> Policy:
     print(choice)
     engine = Engine.start(folder, settings, choice)
     say(f"engine ready: the KV cache holds {engine.kv_cache_tokens:,} tokens")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    from .adapter import add_adapter
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        from .adapter import add_adapter
 
-    model = add_adapter(share_weights(engine.model, config, engine.dtype), settings)
-    say("transformers model sharing the engine's weights")
-    policy = Policy(settings, engine, model, tokenizer, ledger)
+        model = add_adapter(share_weights(engine.model, config, engine.dtype), settings)
+        say("transformers model sharing the engine's weights")
+        _loaded = policy = Policy(settings, engine, model, tokenizer, ledger)
+    except BaseException:
+        engine.shut_down()
+        raise
     freed = policy.standby.sleep()
     if ledger:
         policy.idle_bytes = ledger.sample()
     say(f"asleep; the driver says {freed / 2**30:.2f} GiB came free" if policy.standby.enabled else "ready")
     return policy
+
+
+def _reload(policy: Policy, settings: Settings) -> Policy:
+    from .adapter import Slot, renew_adapter
+
+    check_same_engine(policy, settings)
+    changed = [name for name in LORA_FIELDS if getattr(policy.settings, name) != getattr(settings, name)]
+    if "lora_r" in changed and settings.lora_r > policy.engine.max_lora_rank:
+        raise ValueError(
+            f"lora_r={settings.lora_r}, but the engine was started for at most {policy.engine.max_lora_rank}: {AGAIN}"
+        )
+    if changed:
+        policy.standby.sleep()
+        with uninterrupted():
+            policy.model = renew_adapter(policy.model, settings)
+            policy.slot = Slot(policy.engine, policy.model)
+        words = ", ".join(
+            f"{name} {getattr(policy.settings, name)!r} -> {getattr(settings, name)!r}" for name in changed
+        )
+        print(f"the same engine with a fresh adapter, untrained: {words}")
+    else:
+        print("already loaded: the same policy, its adapter as it is")
+    policy.settings = settings
+    return policy
+
+
+def unload() -> int:
+    """End the engine and free the card. Returns the bytes that the driver says came free, and prints them.
+
+    The policy that `load` returned can't be used afterwards, whoever holds it. Where a part of the engine's memory
+    stays taken, it prints that the runtime must be restarted.
+    """
+    global _loaded
+    if _loaded is None:
+        print("nothing is loaded")
+        return 0
+    import gc
+
+    policy, _loaded = _loaded, None
+    engine, gpu = policy.engine, policy.device.type == "cuda"
+    if policy.host_store is not None:
+        policy.host_store.close()
+    before = engine.free_bytes()
+    policy.__dict__.clear()
+    engine.shut_down()
+    del engine
+    gc.collect()
+    if not gpu:
+        print("unloaded; load starts a new engine")
+        return 0
+    import torch
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    torch.cuda.empty_cache()
+    freed, kept = torch.cuda.mem_get_info()[0] - before, CuMemAllocator.get_instance().get_current_usage()
+    print(f"unloaded; the driver says {freed / 2**30:.2f} GiB came free")
+    if kept:
+        print(f"{kept / 2**30:.2f} GiB of the engine are still held, so no other can start: restart the runtime")
+    return freed
+
+
+AGAIN = "call kit.unload() and run the cell again; if that can't free the card, restart the runtime"
+
+
+def check_same_engine(policy: Policy, wanted: Settings) -> None:
+    """Raises ValueError for settings that only another engine could honour."""
+    started = policy.engine.settings
+    for name in ENGINE_FIELDS:
+        if getattr(started, name) != getattr(wanted, name):
+            raise ValueError(
+                f"{name}={getattr(wanted, name)!r}, but the engine was started with {getattr(started, name)!r}: {AGAIN}"
+            )
+    if wanted.max_model_length > started.max_model_length:
+        raise ValueError(
+            f"vllm_max_model_length: {wanted.max_model_length} tokens a sequence are asked for, the engine was started "
+            f"for {started.max_model_length}: {AGAIN}"
+        )
+
+
+def check_same_adapter(policy: Policy, wanted: Settings) -> None:
+    """Raises ValueError for settings that need another adapter."""
+    for name in LORA_FIELDS:
+        if getattr(policy.settings, name) != getattr(wanted, name):
+            raise ValueError(
+                f"{name}={getattr(wanted, name)!r}, but the policy has {getattr(policy.settings, name)!r}: call load "
+                f"again with these settings; the engine stays, the adapter is a fresh one"
+            )

@@ -13,6 +13,8 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from .interrupts import uninterrupted
+
 if TYPE_CHECKING:
     from .engine import Engine
 
@@ -90,6 +92,7 @@ class Standby:
         self.sleep_seconds = 0.0
         self.wake_seconds = 0.0
 
+    @uninterrupted()
     def sleep(self) -> int:
         """Drain, fence, release. Returns the bytes that the driver says came free; 0 if already asleep."""
         if not self.is_awake:
@@ -106,6 +109,7 @@ class Standby:
         self.sleep_seconds = time.perf_counter() - start
         return self.freed_bytes
 
+    @uninterrupted()
     def wake(self) -> None:
         """Give the trainer's cached blocks back to the driver, map the KV cache again, resume scheduling.
 
