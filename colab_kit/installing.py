@@ -88,7 +88,7 @@ def _pip(*arguments: str) -> None:
     said = (done.stderr or done.stdout).strip()
     causes = {
         r"No space left": "the disk is full: start a new runtime, or delete files",
-        r"Temporary failure in name resolution|NewConnectionError|Failed to establish": "there is no network, or the "
+        r"Temporary failure in name resolution|NewConnectionError|Failed to establish|from versions: none": "there is no network, or the "
         "package index can't be reached: run the cell again when it can",
         r"Permission denied|externally-managed": "pip may not write here: use an environment of your own",
     }  # fmt: skip
