@@ -196,7 +196,7 @@ def gsm8k(tokenizer: Any = None, split: str = "train") -> Any:
     """
     if in_ci():
         print("COLAB_KIT_CI=1: sums in the place of GSM8K")
-        return arithmetic(n=64, seed=0 if split == "train" else 1, tokenizer=tokenizer)
+        return arithmetic(n=64 if split == "train" else 8, seed=len(split), tokenizer=tokenizer)
     import datasets
 
     try:

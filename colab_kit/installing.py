@@ -22,6 +22,13 @@ GPU_ONLY = re.compile(
     r"|z3-solver|triton|torch|vllm)"
 )
 
+CAUSES = {
+    r"No space left": "the disk is full: start a new runtime, or delete files",
+    r"name resolution|NewConnectionError|Failed to establish|from versions: none": "there is no network, or the "
+    "package index can't be reached: run the cell again when it can",
+    r"Permission denied|externally-managed": "pip may not write here: use an environment of your own",
+}
+
 
 def has_gpu() -> bool:
     return shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
@@ -86,11 +93,5 @@ def _pip(*arguments: str) -> None:
     if done.returncode == 0:  # pip's warnings about packages that the kit does not use would only frighten
         return
     said = (done.stderr or done.stdout).strip()
-    causes = {
-        r"No space left": "the disk is full: start a new runtime, or delete files",
-        r"Temporary failure in name resolution|NewConnectionError|Failed to establish|from versions: none": "there is no network, or the "
-        "package index can't be reached: run the cell again when it can",
-        r"Permission denied|externally-managed": "pip may not write here: use an environment of your own",
-    }  # fmt: skip
-    why = next((words for pattern, words in causes.items() if re.search(pattern, said)), "pip could not do it")
+    why = next((words for pattern, words in CAUSES.items() if re.search(pattern, said)), "pip could not do it")
     raise RuntimeError(f"pip {arguments[0]} failed: {why}\n" + "\n".join(said.splitlines()[-12:]))
