@@ -1,9 +1,11 @@
 """The GPU set must not replace what Colab's kernel has loaded, and what it downloads must be what the notebooks say."""
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -33,6 +35,13 @@ def uv() -> str:
     return found
 
 
+def index() -> dict[str, str]:
+    """uv asks the index that pip is set up to ask."""
+    shown = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+    found = re.search(r"^(?:global|install|:env:)\.index-url='(.+)'$", shown, re.MULTILINE)
+    return {"UV_DEFAULT_INDEX": found[1]} if found and "UV_DEFAULT_INDEX" not in os.environ else {}
+
+
 def resolve(folder: Path, lines: list[str]) -> dict[str, dict]:
     """What pip would have installed on Colab after these requirement lines: name to package, with sizes of its wheels.
 
@@ -45,7 +54,7 @@ def resolve(folder: Path, lines: list[str]) -> dict[str, dict]:
     command = [uv(), "pip", "compile", "--quiet", "--python-version", "3.13", "--no-config", "--no-header"]
     command += ["--python-platform", "x86_64-manylinux_2_35", "--constraint", "constraints.txt", "requirements.txt"]
     command += ["--format", "pylock.toml", "--output-file", "pylock.toml"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=os.environ | index())
     if done.returncode:
         # Errors of the connection, not answers of the index.
         if re.search(r"dns error|error sending request|failed to lookup|timed out|Connection refused", done.stderr):
