@@ -23,14 +23,18 @@ _LAZY = {
     "plan": "planning",
     "Run": "run",
     "Report": "dashboard",
+    "install": "installing",
+    "hub_token": "colab",
+    "run_folder": "colab",
 }
+_MODULES = ("data", "preflight", "rewards")  # kit.preflight is a module that can be called
 
-__all__ = ["Settings", "data", "enable_standby", "presets", "rewards", "try_rewards", *_LAZY]
+__all__ = ["Settings", "enable_standby", "presets", "try_rewards", *_MODULES, *_LAZY]
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
-    if name in ("data", "rewards"):
+    if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from .presets import Settings
+from .presets import Settings, in_ci
 from .rewards import RESERVED
 
 SYSTEM_PROMPT = (
@@ -189,11 +189,14 @@ def gsm8k(tokenizer: Any = None, split: str = "train") -> Any:
     """GSM8K (https://huggingface.co/datasets/openai/gsm8k, MIT): 7,473 school problems, 1,319 in `test`.
 
     Returns a `datasets.Dataset` with `prompt` (messages; plain text if `tokenizer` has no chat template) and
-    `answer` (the number as text).
+    `answer` (the number as text). With COLAB_KIT_CI=1, as automatic tests of the notebooks set it, `arithmetic()`.
 
     Raises:
         RuntimeError: the hub can't be reached and the cache has no copy.
     """
+    if in_ci():
+        print("COLAB_KIT_CI=1: sums in the place of GSM8K")
+        return arithmetic(n=64 if split == "train" else 8, seed=len(split), tokenizer=tokenizer)
     import datasets
 
     try:

@@ -247,10 +247,29 @@ QWEN3_32B_A100 = Settings(
 )
 """Qwen3 32B on an A100 with 40 GB."""
 
+QWEN3_32B_A100_80GB = QWEN3_32B_A100.replace(max_completion_length=7168)
+"""Qwen3 32B on an A100 with 80 GB: room for twice the window."""
+
+
+def by_memory(small: Settings, large: Settings, at_least: float = 70) -> Settings:
+    """`large` where the card has `at_least` GiB, else `small`; says which."""
+    from .preflight import read_gpu
+
+    gpu = read_gpu()
+    chosen = large if gpu is not None and gpu.total >= at_least else small
+    card = f"{gpu.name} with {gpu.total:.0f} GiB" if gpu else "no GPU"
+    print(f"{card}: {chosen.max_model_length:,} tokens a sequence")
+    return chosen
+
+
+def in_ci() -> bool:
+    """Whether an automatic test runs this notebook (COLAB_KIT_CI=1): the same cells, with SmolLM2 and small numbers."""
+    return os.environ.get("COLAB_KIT_CI") == "1"
+
 
 def for_ci(settings: Settings) -> Settings:
     """The settings as they are; with COLAB_KIT_CI=1, as automatic tests set it, SmolLM2 and fewer, smaller steps."""
-    if os.environ.get("COLAB_KIT_CI") != "1":
+    if not in_ci():
         return settings
     print("COLAB_KIT_CI=1: SmolLM2 and small numbers in the place of the settings above")
     if settings.model_name_or_path == Settings.model_name_or_path:
@@ -260,11 +279,13 @@ def for_ci(settings: Settings) -> Settings:
         dtype="auto",
         lora_r=16,
         num_generations=4,
-        per_device_train_batch_size=8,
+        per_device_train_batch_size=4,
         gradient_accumulation_steps=1,
         max_prompt_length=128,
-        max_completion_length=16,
+        max_completion_length=24,
         vllm_max_model_length=None,
         vllm_attention_backend=None,
+        chat_template_kwargs=None,
         max_steps=3,
+        save_steps=2,
     )

@@ -159,7 +159,7 @@ def test_a_gsm8k_row_becomes_messages_and_a_number():
 
 def test_gsm8k_without_a_network_says_what_to_do(tmp_path):
     code = "from colab_kit import data; data.gsm8k()"
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "COLAB_KIT_CI": "0"}
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert "RuntimeError: GSM8K" in run.stderr and "data.arithmetic()" in run.stderr.splitlines()[-1]
 
