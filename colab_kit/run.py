@@ -38,6 +38,11 @@ class Run:
         after = self.policy.sample(before.rows, **before.sampling)
         return Comparison(before, after)
 
+    @property
+    def memory(self) -> MemoryReport:
+        """Measured by the driver: the peak of each phase, and what the same run would have needed without Standby."""
+        return MemoryReport(self.metrics[-1] if self.metrics else {}, self.report.savings, self.policy)
+
     def reward_trend(self) -> str:
         """Mean reward of the first and last fifth of the steps, in words."""
         first, last = fifths([step["reward"] for step in self.metrics])
@@ -127,6 +132,35 @@ class Callbacks:
     def __exit__(self, *_: Any) -> None:
         if self.handler:
             self.control = self.handler.on_train_end(self.args, self.state, self.control)
+
+
+class MemoryReport:
+    """A run's memory as a table that a notebook or a terminal shows."""
+
+    def __init__(self, metrics: dict[str, Any], savings: dict[str, Any] | None, policy: Policy) -> None:
+        self.metrics, self.savings, self.policy = metrics, savings, policy
+
+    @property
+    def lines(self) -> list[str]:
+        m = self.metrics
+        if "memory/peak_gib" not in m:
+            return [
+                f"No GPU: the driver's figures are missing. Shared weights {self.policy.weight_bytes / GIB:.2f} GiB, "
+                f"KV cache {self.policy.standby.kv_cache_bytes / GIB:.2f} GiB (it stays in memory on a CPU)."
+            ]
+        lines = [
+            f"generating {m['memory/awake_gib']:.2f} GiB, training {m['memory/asleep_gib']:.2f} GiB, by the driver; "
+            f"KV cache {m['memory/kv_cache_gib']:.2f} GiB"
+        ]
+        if s := self.savings:
+            lines.append(
+                f"with Standby {s['with_gib']:.2f} GiB at the peak; the same run without: {s['without_gib']:.2f} GiB; "
+                f"saved {s['saved_gib']:.2f} GiB, {s['saved_gib'] / s['without_gib']:.0%} ({s['reference']})"
+            )
+        return lines
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines)
 
 
 class RunMemory:
