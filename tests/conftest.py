@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin would t
 
 @pytest.fixture(scope="session")
 def tiny_policy(tmp_path_factory):
-    """A loaded policy of the `tiny_llama` shape, 4-bit, in float32 (8 completions a step, 40 tokens at most)."""
+    """A loaded policy of the `tiny_llama` shape, 4-bit, in float32 (8 completions a step, of 16 tokens at most)."""
     import colab_kit as kit
     from colab_kit.shapes import write_checkpoint
 
@@ -24,7 +24,7 @@ def tiny_policy(tmp_path_factory):
         lora_alpha=8,
         num_generations=4,
         per_device_train_batch_size=8,
-        max_prompt_length=24,
+        max_prompt_length=112,  # with the completion one block of the CPU's KV cache, so that all fit at once
         max_completion_length=16,
         learning_rate=1e-2,
         max_steps=5,
