@@ -241,6 +241,30 @@ def test_an_interrupt_before_the_first_whole_step_leaves_nothing_behind(policy, 
     assert "nothing to save" in capsys.readouterr().out
 
 
+def test_an_interrupted_sample_leaves_an_engine_that_samples_again(policy, monkeypatch):
+    expected = policy.sample(ROWS[:2], temperature=0).completions
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        once(patch, policy.engine.llm.llm_engine, "step", press_stop, 5)
+        policy.sample(ROWS[:2], temperature=0)
+    assert is_idle(policy) and policy.sample(ROWS[:2], temperature=0).completions == expected
+
+
+def test_an_update_that_fails_half_way_is_never_saved_as_a_whole_step(policy, uninterrupted_run, monkeypatch, capsys):
+    settings = policy.settings.replace(save_steps=2)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="has a fault"):
+        once(patch, torch.optim.AdamW, "step", fail, 3)
+        kit.train(policy, ROWS, Reward(), settings)
+    assert steps_of(settings.output_dir) == [2] and "half-way" in capsys.readouterr().out
+    kit.train(policy, ROWS, Reward(), settings, resume=True)
+    assert same(adapter(policy), uninterrupted_run[2])
+
+
+def test_a_folder_that_vanishes_does_not_end_the_run(policy):
+    settings = policy.settings.replace(save_steps=1)
+    run = kit.train(policy, ROWS, Reward({3: lambda: shutil.rmtree(settings.output_dir)}), settings)
+    assert run.status == "done" and steps_of(settings.output_dir) == [3, 4]
+
+
 class Callback:
     """Stands in for a TrainerCallback that fails after step 2."""
 
