@@ -20,6 +20,7 @@ _LAZY = {
     "unload": "policy",
     "Policy": "policy",
     "train": "trainer",
+    "plan": "planning",
     "Run": "run",
     "Report": "dashboard",
     "install": "installing",

@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace) -> None:
         return
     loaded = time.perf_counter() - start
     if options.kernels:
-        report({"kernels": kernels(policy), "status": "profiled", "comment": ""})
+        report({"kernels": kernels(policy)})
     for length in lengths:
         steps = options.steps if length <= 4096 else 1
         start = time.perf_counter()
@@ -141,7 +141,7 @@ def cycles(policy, settings: Settings, length: int, count: int) -> dict:
 
     same = greedy(awake=True) == greedy(awake=False)
     sleeps, wakes, resident = [], [], []
-    short = settings.replace(max_completion_length=8)
+    short = settings.replace(max_completion_length=8, max_prompt_length=length - 8)
     for _ in range(count):
         train_at(policy, short, length, 1)
         sleeps.append(policy.standby.sleep_seconds)
@@ -232,6 +232,9 @@ def rows(options: argparse.Namespace, passed: list[str]) -> list[dict]:
             found = in_fresh_process(["measure", *passed, "--utilization", str(utilization)], standby, options.timeout)
             for row in found:
                 row |= {"standby": standby, "utilization": utilization}
+                if "kernels" in row:
+                    print(json.dumps(row["kernels"], indent=1), flush=True)
+                    continue
                 results.append(row)
                 print(markdown([row], header=len(results) == 1), flush=True)
     return results
@@ -247,7 +250,9 @@ def markdown(results: list[dict], header: bool = True) -> str:
         memory = f"{peak:.2f} GiB peak ({row['awake']:.2f} generating, {row['asleep']:.2f} training)" if peak else ""
         if not peak and row.get("status", "").endswith("min"):
             memory = "not measured without a GPU"
-        comment = row.get("comment") or f"{row['kv_tokens']:,} tokens in the KV cache; {row['step_s']:.2f} s a step"
+        comment = row.get("comment", "")
+        if "step_s" in row:
+            comment = f"{row['kv_tokens']:,} tokens in the KV cache; {row['step_s']:.2f} s a step"
         experiment = f"Standby {'on' if row['standby'] else 'off'}"
         settings = f"utilization {row['utilization']}, {row.get('length', 0):,} tokens"
         lines.append(f"| {experiment} | {settings} | {row['status']} | {memory} | {comment} |")

@@ -41,8 +41,9 @@ class Completion:
 class Engine:
     """A running vLLM engine and what the kit needs of it. One a process."""
 
-    def __init__(self, llm: Any, settings: Settings, device: str, dtype: Any) -> None:
-        self.llm, self.settings, self.device, self.dtype = llm, settings, device, dtype
+    def __init__(self, llm: Any, settings: Settings, device: str) -> None:
+        self.llm, self.settings, self.device = llm, settings, device
+        self.dtype = llm.llm_engine.model_config.dtype
         self.core = llm.llm_engine.engine_core.engine_core
         self.can_release = device == "cuda" and standby_requested()
 
@@ -59,26 +60,30 @@ class Engine:
             load_general_plugins()  # the bitsandbytes plugin registers itself here; ours goes on top
             install_layers()
             # vLLM seeds the global generators when it lives in this process; the user's own must not change.
+            # Not held by a name: an import that failed in here keeps this frame, which would keep the engine.
             with preserved_rng():
-                llm = LLM(
-                    model=model,
-                    dtype=choice.dtype,
-                    quantization="bitsandbytes" if settings.load_in_4bit else None,
-                    max_model_len=settings.max_model_length,
-                    max_num_seqs=settings.vllm_max_num_seqs or min(settings.completions_per_step, 64),
-                    enable_lora=True,
-                    max_loras=1,
-                    max_lora_rank=next(rank for rank in LORA_RANKS if rank >= settings.lora_r),
-                    enable_prefix_caching=True,
-                    enable_sleep_mode=device == "cuda" and standby_requested(),
-                    logprobs_mode="processed_logprobs",
-                    kv_cache_memory_bytes=choice.kv_cache_bytes,
-                    max_num_batched_tokens=choice.max_num_batched_tokens,
-                    seed=settings.seed,
-                    disable_log_stats=True,
-                    **(utilization(settings) | graph_arguments(settings, device) | overrides),
+                return cls(
+                    LLM(
+                        model=model,
+                        dtype=choice.dtype,
+                        quantization="bitsandbytes" if settings.load_in_4bit else None,
+                        max_model_len=settings.max_model_length,
+                        max_num_seqs=settings.vllm_max_num_seqs or min(settings.completions_per_step, 64),
+                        enable_lora=True,
+                        max_loras=1,
+                        max_lora_rank=next(rank for rank in LORA_RANKS if rank >= settings.lora_r),
+                        enable_prefix_caching=True,
+                        enable_sleep_mode=device == "cuda" and standby_requested(),
+                        logprobs_mode="processed_logprobs",
+                        kv_cache_memory_bytes=choice.kv_cache_bytes,
+                        max_num_batched_tokens=choice.max_num_batched_tokens,
+                        seed=settings.seed,
+                        disable_log_stats=True,
+                        **(utilization(settings) | graph_arguments(settings, device) | overrides),
+                    ),
+                    settings,
+                    device,
                 )
-        return cls(llm, settings, device, llm.llm_engine.model_config.dtype)
 
     @property
     def model(self):

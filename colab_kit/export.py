@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 from collections.abc import Iterator
@@ -78,6 +79,8 @@ def merged(parameter: Any, module: Any) -> torch.Tensor:
 
     weight, state = parameter.data, getattr(parameter, "quant_state", None)
     if state is not None:
+        state = copy.copy(state)
+        state.dtype = torch.float32  # the checkpoint's own would round once more
         weight = dequantize_4bit(weight, state)
     update = adapter_update(module)
     return weight.float() + update if update is not None else weight

@@ -1,4 +1,4 @@
-"""Memory: the plan before anything is loaded, the ledger while it runs, the savings at the end.
+"""Memory while a run goes on: the ledger, what Standby saved, and errors that name a setting.
 
 Every figure of the ledger comes from the driver: torch's own counters still count a released KV cache.
 """
@@ -6,7 +6,6 @@ Every figure of the ledger comes from the driver: torch's own counters still cou
 from __future__ import annotations
 
 import collections
-import dataclasses
 import os
 import re
 import threading
@@ -19,38 +18,6 @@ if TYPE_CHECKING:
     from .policy import Policy
 
 GIB = 2**30
-
-
-@dataclasses.dataclass
-class MemoryChoice:
-    """What the plan chose for the engine, with its reasons."""
-
-    dtype: str
-    kv_cache_bytes: int | None
-    max_num_batched_tokens: int
-    reasons: list[str]
-
-    def __str__(self) -> str:
-        return "\n".join(self.reasons)
-
-
-def choose_memory(settings: Settings, config: Any) -> MemoryChoice:
-    import torch
-
-    reasons = []
-    cuda = torch.cuda.is_available()
-    dtype = settings.dtype
-    if dtype == "auto":
-        dtype = "float32" if not cuda else "bfloat16" if torch.cuda.is_bf16_supported(False) else "float16"
-        reasons.append(f"dtype={dtype}: " + ("exact, and no slower on a CPU" if not cuda else "the card has it"))
-    per_token = kv_bytes_per_token(config, getattr(torch, dtype).itemsize)
-    tokens = (settings.vllm_max_num_seqs or min(settings.completions_per_step, 64)) * settings.max_model_length
-    kv = per_token * (tokens + 256)
-    if settings.vllm_gpu_memory_utilization is not None and cuda:
-        kv = None
-    else:
-        reasons.append(f"KV cache {kv / GIB:.2f} GiB: room for one step's completions at full length")
-    return MemoryChoice(dtype, kv, 2048, reasons)
 
 
 def kv_bytes_per_token(config: Any, itemsize: int) -> int:

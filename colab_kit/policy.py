@@ -136,11 +136,12 @@ def load(settings: Settings) -> Policy:
 
     check_shareable(config)
     from .engine import Engine
-    from .memory import Driver, Ledger, choose_memory
+    from .memory import Driver, Ledger
+    from .planning import machine, make_plan
 
     ledger = Ledger(Driver()) if cuda_is_here() else None
-    choice = choose_memory(settings, config)
-    print(choice)
+    choice = make_plan(settings, config, *machine())
+    print("\n".join(choice.reasons))
     engine = Engine.start(folder, settings, choice)
     say(f"engine ready: the KV cache holds {engine.kv_cache_tokens:,} tokens")
     try:

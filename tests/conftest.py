@@ -15,15 +15,14 @@ import colab_kit as kit  # noqa: E402
 TINY = kit.Settings(
     model_name_or_path="tiny_llama",
     dtype="float32",
-    lora_r=8,
-    lora_alpha=16,
+    lora_r=4,
+    lora_alpha=8,
     num_generations=4,
     per_device_train_batch_size=8,
-    max_prompt_length=32,
-    max_completion_length=12,
-    learning_rate=5e-3,
-    max_steps=3,
-    log_completions=False,
+    max_prompt_length=24,
+    max_completion_length=16,
+    learning_rate=1e-2,
+    max_steps=5,
 )
 
 
