@@ -10,7 +10,7 @@ rm -rf "$venv"
 "${PYTHON:-python3}" -m venv "$venv"
 bin=$(cd "$venv/bin" && pwd)
 export PATH="$bin:$PATH" PIP_DISABLE_PIP_VERSION_CHECK=1 COLAB_KIT_CI=1 OMP_WAIT_POLICY=PASSIVE
-export JUPYTER_PATH="$bin/../share/jupyter" PYTHONWARNINGS=ignore
+export JUPYTER_PATH="$bin/../share/jupyter" PYTHONWARNINGS=ignore PYDEVD_DISABLE_FILE_VALIDATION=1
 
 # Builds for CUDA are left out, all but torch, whose CPU build stands for them. UNLISTED is what the rest needs.
 grep -vE '^#|^torch|\+|^(cuda|nvidia|nvtx|triton)' tests/data/colab_preloaded.txt > "$venv/preloaded.txt"
@@ -38,7 +38,7 @@ import nbformat
 from nbclient import NotebookClient
 
 KEPT = ("numpy", "pillow", "ipython", "ipykernel", "ipywidgets")
-path, which = sys.argv[1:]
+path, which, folder = sys.argv[1:]  # the kernel runs in `folder`, from where the checkout can't be imported
 notebook = nbformat.read(path, as_version=4)
 if which == "install":
     notebook.cells = [cell for cell in notebook.cells if cell.source.startswith("# @title Install")]
@@ -54,17 +54,17 @@ class Client(NotebookClient):
 
 
 before = {name: metadata.version(name) for name in KEPT}
-Client(notebook, timeout=900, kernel_name="python3").execute()
+Client(notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": folder}}).execute()
 after = {name: metadata.version(name) for name in KEPT}
 print(f"{path}, {which}: passed; {', '.join(f'{n} {v}' for n, v in after.items())}")
 assert after == before == dict(
     line.split("==") for line in open("tests/data/colab_preloaded.txt").read().split() if line.split("==")[0] in KEPT
 ), before
 PY
-python "$work/execute.py" notebooks/llama31_8b_qlora_t4.ipynb install
+python "$work/execute.py" notebooks/llama31_8b_qlora_t4.ipynb install "$work"
 ! pip show --quiet torchao 2>/dev/null || { echo "torchao is still there"; exit 1; }
 (cd "$work" && python -m colab_kit.preflight)
-[ ! -e notebooks/quickstart.ipynb ] || python "$work/execute.py" notebooks/quickstart.ipynb all
+[ ! -e notebooks/quickstart.ipynb ] || python "$work/execute.py" notebooks/quickstart.ipynb all "$work"
 rm -rf "$work"
 echo "1 passed, 0 failed"
 echo "colab-like: passed in $((SECONDS - started)) s"
