@@ -180,8 +180,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    options = parse()
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
     if options.model in SHAPES:
         folder = Path(options.work) / (options.model + ("-16bit" if options.sixteen else ""))
         if not (folder / "tokenizer_config.json").exists():
