@@ -180,7 +180,8 @@ def make_plan(settings: Settings, config: Any, free: int, total: int, capability
             f"{free / GIB:.1f} of {total / GIB:.1f} GiB free: {advice}"
         )
     seqs = settings.vllm_max_num_seqs or min(settings.completions_per_step, 64)
-    needed = s.kv_per_token * (seqs * length + 256)
+    block = 16 if on_gpu else 128  # vLLM hands out the cache in blocks, and keeps one for itself
+    needed = s.kv_per_token * (seqs * -(-length // block) + 2) * block
     kv: int | None = needed
     if settings.vllm_gpu_memory_utilization is not None and on_gpu:
         kv = None

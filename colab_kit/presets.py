@@ -109,7 +109,8 @@ class Settings:
     output_dir: str = "outputs"
     save_steps: int | None = None
     """None: no checkpoint by steps. A run that is stopped or fails saves its last whole step in any case."""
-    save_minutes: float | None = None
+    save_minutes: float | None = 10.0
+    """None: no checkpoint by time. An interrupt saves the last whole step in any case"""
     """None: no checkpoint by time"""
     save_total_limit: int = 2
     """the newest checkpoints that stay, besides the one with the best reward"""
