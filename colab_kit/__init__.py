@@ -27,7 +27,7 @@ _LAZY = {
     "hub_token": "colab",
     "run_folder": "colab",
 }
-_MODULES = ("data", "preflight", "rewards")  # kit.preflight is a module that can be called
+_MODULES = ("benchmark", "data", "preflight", "rewards")  # kit.preflight is a module that can be called
 
 __all__ = ["Settings", "enable_standby", "presets", "try_rewards", *_MODULES, *_LAZY]
 

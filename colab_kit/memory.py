@@ -27,19 +27,27 @@ def kv_bytes_per_token(config: Any, itemsize: int) -> int:
 
 
 def choose_devices(policy: Policy, settings: Settings):
-    """(tokens a micro-batch, memory devices, host store) for this run's training passes."""
+    """(tokens a micro-batch, memory devices, host store) for this run's training passes; prints what and why."""
     import torch
 
     from .long_context import Devices, HostStore
 
     device = policy.device
     tokens = settings.max_tokens_per_micro_batch or max(2048, settings.max_model_length)
+    set_by = "as set" if settings.max_tokens_per_micro_batch else "one sequence of full length, or 2,048"
+    said = f"Training pass: micro-batches of at most {tokens:,} tokens ({set_by})"
     if device.type == "cpu":
+        print(f"{said}; activations are kept (system memory, no recomputation).")
         return tokens, Devices(), None
     layers = policy.model.get_base_model().config.num_hidden_layers
     expand = settings.sdpa_backend == "efficient" or torch.cuda.get_device_capability(device) < (8, 0)
     if policy.host_store is None:
         policy.host_store = HostStore(device, layers, int(host_available() * 0.6))
+    print(
+        f"{said}; one hidden state a layer in pinned host memory (up to {policy.host_store.max_bytes / GIB:.1f} GiB, "
+        f"60% of what is free; what does not fit stays on the card), the MLP in tiles of 4,096 tokens; "
+        f"{'memory-efficient' if expand else 'flash'} attention."
+    )
     return tokens, Devices(True, True, 4096, expand), policy.host_store
 
 

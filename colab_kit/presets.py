@@ -108,9 +108,11 @@ class Settings:
     shuffle_dataset: bool = True
     output_dir: str = "outputs"
     save_steps: int | None = None
-    """None: no checkpoint by steps"""
+    """None: no checkpoint by steps. A run that is stopped or fails saves its last whole step in any case."""
     save_minutes: float | None = None
+    """None: no checkpoint by time"""
     save_total_limit: int = 2
+    """the newest checkpoints that stay, besides the one with the best reward"""
     report_to: tuple[str, ...] = ()
     log_completions: bool = True
     """shows the latest prompt with its completions"""

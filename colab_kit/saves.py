@@ -38,6 +38,7 @@ class Checkpoints:
         by_time = self.minutes is not None and time.monotonic() - self.clock >= 60 * self.minutes
         by_step = self.every is not None and step % self.every == 0
         if asked or by_time or by_step or (last and (self.every or self.minutes)):
+            self.trainer.dashboard.phase("saving")
             self.save()
 
     def save(self) -> bool:

@@ -260,7 +260,7 @@ def main() -> int:
 
             model = str(write_checkpoint("tiny_llama", folder / "model"))
         settings = Settings(
-            model_name_or_path=model, num_generations=4, per_device_train_batch_size=8, max_prompt_length=64,
+            model_name_or_path=model, num_generations=4, per_device_train_batch_size=8, max_prompt_length=112,
             max_completion_length=options.completion, lora_r=8, save_steps=1, save_total_limit=3,
             output_dir=str(folder / "run"), max_steps=1,
         )  # fmt: skip

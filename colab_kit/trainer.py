@@ -10,6 +10,7 @@ trainer's, sleeps while the trainer works.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -53,8 +54,7 @@ def train(
     learning rate and figures go on as if nothing had happened.
 
     The stop button (KeyboardInterrupt) ends the run cleanly: the last whole step is saved, the engine sleeps, and the
-    `Run` so far is returned with `run.status == "interrupted"`, so that the notebook goes on without a traceback. After
-    an error the same is done, and the error passed on.
+    `Run` so far is returned, its `status` "interrupted". After an error the same is done, and the error passed on.
     """
     try:
         return Trainer(policy, dataset, rewards, settings or policy.settings, callbacks, resume).run()
@@ -74,11 +74,9 @@ class Rollout:
     completions: list[Completion]
     columns: dict[str, list[Any]]
 
-    def __len__(self) -> int:
-        return len(self.completions)
-
     @property
     def lengths(self) -> list[int]:
+        """Tokens of each completion."""
         return [len(completion.token_ids) for completion in self.completions]
 
 
@@ -102,8 +100,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=policy.engine.dtype == torch.float16)
         self.max_tokens, self.devices, self.host_store = choose_devices(policy, settings)
         use_packed_attention(self.model.get_base_model())
-        self.warned, self.longest = False, 0
-        self.steps_done, self.half_done = 0, False
+        self.warned, self.longest, self.steps_done, self.half_done = False, 0, 0, False
         set_seed(settings.seed)  # dropout, and whatever the reward functions draw
         self.rng = rng_state()
         resumed = checkpoint.find(resume, settings.output_dir) if resume else None
@@ -111,8 +108,7 @@ class Trainer:
             checkpoint.check_settings(resumed, settings, self.prompts, self.optimizer)
             checkpoint.restore(self, resumed)
         self.checkpoints = Checkpoints(self, resumed)
-        names = [reward_name(func) for func in self.reward_funcs]
-        self.report = resumed_report(settings, names, resumed)
+        self.report = resumed_report(settings, [reward_name(func) for func in self.reward_funcs], resumed)
         self.callbacks = Callbacks(self, callbacks)
 
     # --- the algorithm ------------------------------------------------------------------------------
@@ -174,10 +170,8 @@ class Trainer:
             completion.text if isinstance(prompt, str) else [{"role": "assistant", "content": completion.text}]
             for prompt, completion in zip(rollout.prompts, rollout.completions, strict=True)
         ]
-        ids = [completion.token_ids for completion in rollout.completions]
-        return score(
-            self.reward_funcs, rollout.prompts, completions, ids, rollout.columns, trainer_state=self.callbacks.state
-        )
+        ids, state = [completion.token_ids for completion in rollout.completions], self.callbacks.state
+        return score(self.reward_funcs, rollout.prompts, completions, ids, rollout.columns, trainer_state=state)
 
     def optimize(self, rollout: Rollout, advantages: torch.Tensor) -> dict[str, float]:
         """`num_iterations` optimizer steps on one rollout, each over all its micro-batches."""
@@ -228,7 +222,7 @@ class Trainer:
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm).item()
         learning_rate = self.scheduler.get_last_lr()[0]
-        finite = norm == norm and norm != float("inf")
+        finite = math.isfinite(norm)
         if finite:
             self.scaler.step(self.optimizer)
             self.scheduler.step()
@@ -237,8 +231,11 @@ class Trainer:
         if self.scaler.is_enabled():
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        shown = norm if finite else float("nan")
-        return {"grad_norm": shown, "learning_rate": learning_rate, "skipped_steps": float(not finite)}
+        return {
+            "grad_norm": norm if finite else math.nan,
+            "learning_rate": learning_rate,
+            "skipped_steps": float(not finite),
+        }
 
     def end_step(self, step: int, metrics: dict[str, float]) -> None:
         """The step is whole: its figures are kept, and a checkpoint may be made of it."""
@@ -285,9 +282,9 @@ class Trainer:
     @contextmanager
     def phase(self, name: str):
         self.dashboard.phase(name)
-        ledger, start = self.policy.ledger, time.perf_counter()
-        if ledger:
-            ledger.enter(name)
+        start = time.perf_counter()
+        if self.policy.ledger:
+            self.policy.ledger.enter(name)
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -298,7 +295,6 @@ class Trainer:
         self.seconds[f"time/{name}"] = time.perf_counter() - start
 
     def warn_of_cuts(self, gap: float) -> None:
-        warning = grpo.kept_support_warning(self.settings, gap)
-        if warning and not self.warned:
+        if not self.warned and (warning := grpo.kept_support_warning(self.settings, gap)):
             print(warning)
             self.warned = True

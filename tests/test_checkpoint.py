@@ -19,9 +19,10 @@ import torch
 
 import colab_kit as kit
 from colab_kit import checkpoint, grpo, trainer
+from colab_kit.optimizer import load_optimizer_state, make_optimizer, make_scheduler, optimizer_state, set_schedule
 
 ROWS = [{"prompt": f"w{i} w{i + 7} w{2 * i + 1}"} for i in range(20)]
-STEPS = 5
+STEPS = 4
 
 
 class Reward:
@@ -40,7 +41,7 @@ class Reward:
         return [sum(token % 2 for token in ids) / len(ids) for ids in completion_ids]
 
 
-def press_stop():
+def press_stop(*_):
     signal.raise_signal(signal.SIGINT)
 
 
@@ -117,7 +118,7 @@ def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     first, second = Reward({4: press_stop}), Reward()
     run = kit.train(policy, ROWS, first)
     assert run.status == "interrupted" and len(run.metrics) == 3 and is_idle(policy)
-    assert "Interrupted after step 3 of 5" in capsys.readouterr().out
+    assert "Interrupted after step 3 of 4" in capsys.readouterr().out
     with torch.no_grad():  # another process would start from a fresh adapter and other generators
         for parameter in policy.model.parameters():
             if parameter.requires_grad:
@@ -144,6 +145,40 @@ def test_dropout_and_several_optimizer_steps_a_rollout_go_on_bit_for_bit_too(pol
     assert figures(run) == figures(whole) and same(adapter(policy), end)
 
 
+@pytest.mark.parametrize("name", ["adamw_torch", "paged_adamw_8bit"])
+@pytest.mark.filterwarnings("ignore:Paged optimizers")
+def test_an_optimizer_goes_on_bit_for_bit_from_plain_tensors(name):
+    from safetensors.torch import load, save
+
+    settings = kit.Settings(optim=name, lr_scheduler_type="cosine", warmup_steps=2, max_steps=9)
+
+    def start():
+        parameters = [torch.nn.Parameter(torch.linspace(-1, 1, n).reshape(-1, 64)) for n in (8192, 64)]
+        optimizer = make_optimizer(parameters, settings, torch.device("cpu"))
+        return parameters, optimizer, make_scheduler(optimizer, settings)
+
+    def steps(parameters, optimizer, scheduler, first, last):
+        for step in range(first, last):
+            for parameter in parameters:
+                parameter.grad = torch.sin(parameter.detach() * step)
+            optimizer.step()
+            scheduler.step()
+
+    whole, stopped, resumed = start(), start(), start()
+    steps(*whole, 0, 6)
+    steps(*stopped, 0, 3)
+    tensors, numbers = optimizer_state(stopped[1], ["a", "b"])
+    if name == "paged_adamw_8bit":
+        assert tensors["a|state1"].dtype == torch.uint8
+    for parameter, value in zip(resumed[0], stopped[0], strict=True):
+        parameter.data.copy_(value)
+    load_optimizer_state(resumed[1], ["a", "b"], load(save(tensors)), json.loads(json.dumps(numbers)))
+    set_schedule(resumed[2], stopped[2].last_epoch)
+    steps(*resumed, 3, 6)
+    assert all(torch.equal(a, b) for a, b in zip(whole[0], resumed[0], strict=True))
+    assert whole[2].get_last_lr() == resumed[2].get_last_lr()
+
+
 def once(patch, owner, name, act, call=1, before=True):
     """Makes the `call`-th call of `owner.name` also `act`."""
     real, calls = getattr(owner, name), []
@@ -161,7 +196,7 @@ def once(patch, owner, name, act, call=1, before=True):
 
 
 PLACES = {
-    "generation": lambda patch, policy: once(patch, policy.engine.llm.llm_engine, "step", press_stop, 75),
+    "generation": lambda patch, policy: once(patch, policy.engine.llm.llm_engine, "step", press_stop, 30),
     "waking": lambda patch, policy: once(patch, policy.engine, "resume", press_stop, 3),
     "falling asleep": lambda patch, policy: once(patch, policy.engine, "drain", press_stop, 4),
     "the loss": lambda patch, policy: once(patch, grpo, "policy_loss", press_stop, 3),
@@ -204,6 +239,30 @@ def test_an_interrupt_before_the_first_whole_step_leaves_nothing_behind(policy, 
     run = kit.train(policy, ROWS, Reward({1: press_stop}))
     assert run.status == "interrupted" and steps_of(policy.settings.output_dir) == []
     assert "nothing to save" in capsys.readouterr().out
+
+
+def test_an_interrupted_sample_leaves_an_engine_that_samples_again(policy, monkeypatch):
+    expected = policy.sample(ROWS[:2], temperature=0).completions
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        once(patch, policy.engine.llm.llm_engine, "step", press_stop, 5)
+        policy.sample(ROWS[:2], temperature=0)
+    assert is_idle(policy) and policy.sample(ROWS[:2], temperature=0).completions == expected
+
+
+def test_an_update_that_fails_half_way_is_never_saved_as_a_whole_step(policy, uninterrupted_run, monkeypatch, capsys):
+    settings = policy.settings.replace(save_steps=2)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="has a fault"):
+        once(patch, torch.optim.AdamW, "step", fail, 3)
+        kit.train(policy, ROWS, Reward(), settings)
+    assert steps_of(settings.output_dir) == [2] and "half-way" in capsys.readouterr().out
+    kit.train(policy, ROWS, Reward(), settings, resume=True)
+    assert same(adapter(policy), uninterrupted_run[2])
+
+
+def test_a_folder_that_vanishes_does_not_end_the_run(policy):
+    settings = policy.settings.replace(save_steps=1)
+    run = kit.train(policy, ROWS, Reward({3: lambda: shutil.rmtree(settings.output_dir)}), settings)
+    assert run.status == "done" and steps_of(settings.output_dir) == [3, 4]
 
 
 class Callback:
@@ -331,7 +390,7 @@ def test_a_disk_that_fails_is_said_in_a_line_and_training_goes_on(policy, uninte
             run = kit.train(policy, ROWS, Reward())
         said = [line for line in capsys.readouterr().out.splitlines() if "No space left" in line]
         assert run.status == "done" and len(said) == 1 and same(adapter(policy), uninterrupted_run[2])
-        assert checkpoint.find(True, settings.output_dir).step == 5
+        assert checkpoint.find(True, settings.output_dir).step == STEPS
         assert not list(Path(settings.output_dir).glob("*.tmp"))
         shutil.rmtree(settings.output_dir)
         policy.model.load_state_dict(start, strict=False)
@@ -399,13 +458,14 @@ def test_nothing_in_a_checkpoint_is_a_pickle(saved, monkeypatch):
 
 def test_the_last_checkpoints_stay_and_the_one_with_the_best_reward(policy, monkeypatch):
     values = iter([0.1, 0.9, 0.2, 0.3, 0.4])
+    settings = policy.settings.replace(max_steps=5, save_steps=1, save_total_limit=2)
     monkeypatch.setattr(checkpoint, "REWARD_STEPS", 1)
 
     def at_each_step(prompts, completions, **_):
         value = next(values)
         return [value] * len(completions)
 
-    kit.train(policy, ROWS, at_each_step, policy.settings.replace(save_steps=1, save_total_limit=2))
+    kit.train(policy, ROWS, at_each_step, settings)
     assert steps_of(policy.settings.output_dir) == [2, 4, 5]
 
 

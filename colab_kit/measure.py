@@ -1,0 +1,156 @@
+"""What the benchmark runs in each fresh process: load, train whole steps, print one JSON line a result."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from statistics import median
+
+from .presets import Settings
+
+
+def prepare(options: argparse.Namespace, utilization: float | None, longest: int):
+    """A policy for sequences of `longest` tokens."""
+    from . import enable_standby, load
+
+    enable_standby()
+    settings = Settings(
+        model_name_or_path=options.model, load_in_4bit=not options.sixteen, dtype=options.dtype, lora_r=options.rank,
+        lora_alpha=2 * options.rank, num_generations=options.generations,
+        per_device_train_batch_size=options.generations, gradient_accumulation_steps=options.accumulation,
+        max_completion_length=options.completion, max_prompt_length=longest - options.completion,
+        vllm_max_num_seqs=options.generations, sdpa_backend=options.sdpa, vllm_attention_backend=options.attention,
+        vllm_gpu_memory_utilization=utilization, max_steps=options.steps, log_completions=False,
+        output_dir=str(Path(options.work) / "out"), learning_rate=1e-5,
+    )  # fmt: skip
+    return load(settings), settings
+
+
+def alternating(completions, **_):
+    return [float(i % 2) for i in range(len(completions))]
+
+
+def train_at(policy, settings: Settings, length: int, steps: int):
+    """`steps` whole steps on sequences of `length` tokens, one sequence a micro-batch."""
+    from . import train
+
+    words = [f"w{10 + (i * 7) % 400}" for i in range(length)]
+    prompt_tokens = length - settings.max_completion_length - 1  # and one token of BOS
+    rows = [{"prompt": " ".join(words[i:] + words[:i])} for i in range(8)]
+    rows = [{"prompt": " ".join(row["prompt"].split()[:prompt_tokens])} for row in rows]
+    return train(policy, rows, [alternating], settings.replace(max_steps=steps, max_tokens_per_micro_batch=length))
+
+
+def measure(options: argparse.Namespace) -> None:
+    """One configuration: ascending lengths until memory runs out. One JSON line for each length."""
+    lengths = [int(length) for length in options.lengths.split(",")]
+    utilization = options.utilization
+    if utilization and options.card:
+        utilization *= options.card * 2**30 / card_total()  # vLLM's share is of the whole card
+    start = time.perf_counter()
+    try:
+        policy, settings = prepare(options, utilization, max(lengths))
+    except (RuntimeError, ValueError, MemoryError) as error:
+        report({"length": lengths[0], "status": "does not load", "comment": last_line(error)})
+        return
+    loaded = time.perf_counter() - start
+    if options.kernels:
+        report({"kernels": kernels(policy)})
+    for length in lengths:
+        steps = options.steps if length <= 4096 else 1
+        start = time.perf_counter()
+        row = {"length": length, "kv_tokens": policy.engine.kv_cache_tokens, "load_s": loaded}
+        try:
+            run = train_at(policy, settings, length, steps)
+        except MemoryError as error:
+            report(row | {"status": "out of memory", "comment": last_line(error)})
+            break
+        last = run.metrics[-1]
+        row |= {"status": f"{steps} steps, {(time.perf_counter() - start) / 60:.1f} min"}
+        row |= {name: last.get(f"memory/{name}_gib") for name in ("peak", "awake", "asleep", "kv_cache", "idle")}
+        row |= {"savings": run.report.savings, "step_s": median(step["step_time"] for step in run.metrics)}
+        row |= {"training_s": median(step["time/training"] for step in run.metrics)}
+        if policy.ledger:
+            row["samples"] = [
+                (round(t - policy.ledger.samples[0][0], 2), round(used / 2**30, 3), phase)
+                for t, used, phase in list(policy.ledger.samples)[::10]
+            ]
+        report(row)
+
+
+def soak(options: argparse.Namespace) -> None:
+    length = int(options.lengths.split(",")[0])
+    policy, settings = prepare(options, options.utilization, length)
+    train_at(policy, settings, length, 2)  # warm up kernels and buffers
+    report(cycles(policy, settings, length, options.cycles))
+    report(pairs(policy, settings, length, options.steps))
+
+
+def pairs(policy, settings: Settings, length: int, count: int) -> dict:
+    """Steps with and without Standby in turn: medians and their ratio."""
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for i in range(count):
+        for enabled in (True, False) if i % 2 else (False, True):
+            policy.standby.wake()
+            policy.standby.enabled = enabled and policy.engine.can_release
+            policy.standby.sleep()
+            seconds[enabled].append(train_at(policy, settings, length, 1).metrics[0]["step_time"])
+    with_standby, without = median(seconds[True]), median(seconds[False])
+    each = {str(key): [round(value, 3) for value in values] for key, values in seconds.items()}
+    return {"length": length, "with_s": with_standby, "without_s": without, "ratio": with_standby / without} | each
+
+
+def cycles(policy, settings: Settings, length: int, count: int) -> dict:
+    """Training steps, each after a wake and before a sleep; greedy output before and after a cycle; drift."""
+
+    def greedy(awake: bool):
+        prompts = [[5 + (i * j) % 300 for i in range(32)] for j in range(4)]
+        with policy.standby.awake():
+            if not awake:
+                policy.standby.sleep()
+                policy.standby.wake()
+            groups = policy.engine.generate(prompts, temperature=0, max_tokens=min(64, length - 32))
+        return [group[0].token_ids for group in groups]
+
+    same = greedy(awake=True) == greedy(awake=False)
+    sleeps, wakes, resident = [], [], []
+    short = settings.replace(max_completion_length=8, max_prompt_length=length - 8)
+    for _ in range(count):
+        train_at(policy, short, length, 1)
+        sleeps.append(policy.standby.sleep_seconds)
+        wakes.append(policy.standby.wake_seconds)
+        policy.engine.give_back_cached_blocks()
+        resident.append(policy.ledger.sample() / 2**20 if policy.ledger else 0.0)
+    quarter = count // 4
+    return {
+        "cycles": count, "sleep_ms": 1e3 * median(sleeps), "wake_ms": 1e3 * median(wakes),
+        "greedy_same_after_a_cycle": same, "drift_mib": resident[-1] - resident[quarter],
+        "spread_mib": max(resident[quarter:]) - min(resident[quarter:]),
+        "kv_cache_gib": policy.standby.kv_cache_bytes / 2**30, "idle_gib": policy.idle_bytes / 2**30,
+    }  # fmt: skip
+
+
+def kernels(policy) -> dict[str, int]:
+    """The 4-bit kernels that run while decoding, by name, with their calls."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with policy.standby.awake(), profile(activities=[ProfilerActivity.CUDA]) as trace:
+        policy.engine.generate([[5, 6, 7, 8]] * 2, max_tokens=8, ignore_eos=True)
+    names = {event.key: event.count for event in trace.key_averages()}
+    return {name[:160]: count for name, count in names.items() if "4bit" in name.lower() or "gemm" in name.lower()}
+
+
+def report(row: dict) -> None:
+    print("RESULT " + json.dumps(row), flush=True)
+
+
+def last_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[-1][:300]
+
+
+def card_total() -> int:
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory
