@@ -15,7 +15,7 @@ export JUPYTER_PATH="$bin/../share/jupyter" PYTHONWARNINGS=ignore PYDEVD_DISABLE
 # Builds for CUDA are left out, all but torch, whose CPU build stands for them. UNLISTED is what the rest needs.
 grep -vE '^#|^torch|\+|^(cuda|nvidia|nvtx|triton)' tests/data/colab_preloaded.txt > "$venv/preloaded.txt"
 UNLISTED="distro entrypoints jedi nbclassic pytz jupyter-console"
-pip install --quiet --no-deps -r "$venv/preloaded.txt" torchao==0.10.0 $UNLISTED
+pip install --quiet --no-deps --no-compile -r "$venv/preloaded.txt" torchao==0.10.0 $UNLISTED
 pip install --quiet --no-deps "torch==2.13.0+cpu" --extra-index-url https://download.pytorch.org/whl/cpu
 echo "preloaded: $(pip list 2>/dev/null | wc -l) packages, $((SECONDS - started)) s"
 
