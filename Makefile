@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test lint learning clean
+.PHONY: demo test lint learning colab-like clean
 
 # Made anew when the pins change; `preflight` turns a wrong combination of packages into one clear line.
 $(VENV)/.ready: requirements-cpu.txt
@@ -30,3 +30,7 @@ learning: $(VENV)/.ready
 
 clean:
 	rm -rf $(VENV) outputs build *.egg-info
+
+# The install cell and the quickstart in an environment with Colab's own preloaded versions; 4 GB of disk.
+colab-like:
+	PYTHON=$(PYTHON) tests/colab_like.sh

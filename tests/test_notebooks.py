@@ -15,7 +15,12 @@ from colab_kit import notebooks
 from colab_kit.preflight import Preflight
 
 FILES = sorted((notebooks.ROOT / "notebooks").glob("*.ipynb"))
-COLAB = {"llama31_8b_qlora_t4.ipynb": "T4", "qwen3_32b_qlora_a100.ipynb": "A100"}
+COLAB = {
+    "quickstart.ipynb": "T4",
+    "standby_benchmark.ipynb": "T4",
+    "llama31_8b_qlora_t4.ipynb": "T4",
+    "qwen3_32b_qlora_a100.ipynb": "A100",
+}
 
 
 @pytest.fixture(params=FILES, ids=lambda file: file.stem)
