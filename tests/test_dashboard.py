@@ -325,9 +325,9 @@ def test_nothing_is_called_asleep_when_nothing_was_released():
 
 
 def test_settings_may_be_the_dataclass():
-    from colab_kit.presets import QUICKSTART_CPU
+    from colab_kit.presets import QUICKSTART
 
-    assert Report(QUICKSTART_CPU, None, 2).settings["per_device_train_batch_size"] == 16
+    assert Report(QUICKSTART, None, 2).settings["per_device_train_batch_size"] == 16
 
 
 def test_savings_are_shown_only_when_measured():
