@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .interrupts import uninterrupted
-from .memory import kv_bytes_per_token
+from .planning import kv_bytes_per_token
 from .presets import Settings
 from .standby import prepare_environment, standby_requested
 from .vllm_layers import install_layers

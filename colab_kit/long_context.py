@@ -12,11 +12,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+if TYPE_CHECKING:
+    from .policy import Policy
+    from .presets import Settings
 
 ATTENTION = "colab_kit_packed"
 
@@ -46,6 +50,34 @@ def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
         groups[-1].append(i)
         room -= lengths[i]
     return groups
+
+
+def choose_devices(policy: Policy, settings: Settings):
+    """(tokens a micro-batch, memory devices, host store) for this run's training passes; prints what and why."""
+    device = policy.device
+    tokens = settings.max_tokens_per_micro_batch or max(2048, settings.max_model_length)
+    set_by = "as set" if settings.max_tokens_per_micro_batch else "one sequence of full length, or 2,048"
+    said = f"Training pass: micro-batches of at most {tokens:,} tokens ({set_by})"
+    if device.type == "cpu":
+        print(f"{said}; activations are kept (system memory, no recomputation).")
+        return tokens, Devices(), None
+    layers = policy.model.get_base_model().config.num_hidden_layers
+    expand = settings.sdpa_backend == "efficient" or torch.cuda.get_device_capability(device) < (8, 0)
+    if policy.host_store is None:
+        policy.host_store = HostStore(device, layers, int(host_available() * 0.6))
+    print(
+        f"{said}; one hidden state a layer in pinned host memory (up to {policy.host_store.max_bytes / 2**30:.1f} GiB, "
+        f"60% of what is free; what does not fit stays on the card), the MLP in tiles of 4,096 tokens; "
+        f"{'memory-efficient' if expand else 'flash'} attention."
+    )
+    return tokens, Devices(True, True, 4096, expand), policy.host_store
+
+
+def host_available() -> int:
+    """Bytes of system memory that can be taken without swapping."""
+    import psutil
+
+    return psutil.virtual_memory().available
 
 
 # --- attention ------------------------------------------------------------------------------------------

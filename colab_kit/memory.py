@@ -15,47 +15,9 @@ from typing import TYPE_CHECKING, Any
 from .presets import Settings
 
 if TYPE_CHECKING:
-    from .policy import Policy
+    pass
 
 GIB = 2**30
-
-
-def kv_bytes_per_token(config: Any, itemsize: int) -> int:
-    """Keys and values of one token in all layers."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * itemsize
-
-
-def choose_devices(policy: Policy, settings: Settings):
-    """(tokens a micro-batch, memory devices, host store) for this run's training passes; prints what and why."""
-    import torch
-
-    from .long_context import Devices, HostStore
-
-    device = policy.device
-    tokens = settings.max_tokens_per_micro_batch or max(2048, settings.max_model_length)
-    set_by = "as set" if settings.max_tokens_per_micro_batch else "one sequence of full length, or 2,048"
-    said = f"Training pass: micro-batches of at most {tokens:,} tokens ({set_by})"
-    if device.type == "cpu":
-        print(f"{said}; activations are kept (system memory, no recomputation).")
-        return tokens, Devices(), None
-    layers = policy.model.get_base_model().config.num_hidden_layers
-    expand = settings.sdpa_backend == "efficient" or torch.cuda.get_device_capability(device) < (8, 0)
-    if policy.host_store is None:
-        policy.host_store = HostStore(device, layers, int(host_available() * 0.6))
-    print(
-        f"{said}; one hidden state a layer in pinned host memory (up to {policy.host_store.max_bytes / GIB:.1f} GiB, "
-        f"60% of what is free; what does not fit stays on the card), the MLP in tiles of 4,096 tokens; "
-        f"{'memory-efficient' if expand else 'flash'} attention."
-    )
-    return tokens, Devices(True, True, 4096, expand), policy.host_store
-
-
-def host_available() -> int:
-    """Bytes of system memory that can be taken without swapping."""
-    import psutil
-
-    return psutil.virtual_memory().available
 
 
 class Driver:

@@ -19,6 +19,12 @@ MLP_TILE = 4096
 """tokens that the MLP takes at a time while training on a GPU"""
 
 
+def kv_bytes_per_token(config: Any, itemsize: int) -> int:
+    """Keys and values of one token in all layers."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * itemsize
+
+
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """Estimated bytes of what a run keeps."""
@@ -74,7 +80,7 @@ def sizes(config: Any, settings: Settings, itemsize: int, tokens: int, on_gpu: b
         optimizer=trained * (4 + (2 if on_gpu else 8)),
         activations=int(activations),
         overhead=int(OVERHEAD_GIB * GIB) if on_gpu else 0,
-        kv_per_token=2 * layers * kv * itemsize,
+        kv_per_token=kv_bytes_per_token(config, itemsize),
     )
 
 

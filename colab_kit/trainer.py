@@ -25,8 +25,8 @@ from .dashboard import Dashboard
 from .data import Prompts, prepare_prompts
 from .engine import Completion, sampling_arguments
 from .interrupts import uninterrupted
-from .long_context import hidden_states, micro_batches, use_packed_attention
-from .memory import choose_devices, explain_oom
+from .long_context import choose_devices, hidden_states, micro_batches, use_packed_attention
+from .memory import explain_oom
 from .optimizer import make_optimizer, make_scheduler, rng_state
 from .policy import Policy, check_same_adapter, check_same_engine
 from .presets import Settings
