@@ -22,7 +22,6 @@ NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "quickstart.ipynb"
 
 def execute(notebook, folder: Path, echo: bool = True) -> None:
     """Run the notebook's cells in `folder`, a kernel of its own; what cells print appears as it comes."""
-    from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
 
     class Client(NotebookClient):
@@ -32,8 +31,7 @@ def execute(notebook, folder: Path, echo: bool = True) -> None:
                 sys.stdout.flush()
             return super().process_message(message, cell, cell_index)
 
-    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")  # a kernel of this machine needs no port
-    client = Client(notebook, km=kernel, timeout=1800, resources={"metadata": {"path": str(folder)}})
+    client = Client(notebook, timeout=1800, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
     stop = threading.Event()
     follower = threading.Thread(target=follow, args=(folder / "outputs/quickstart", stop), daemon=True)
     if echo:
