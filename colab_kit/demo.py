@@ -31,7 +31,13 @@ def execute(notebook, folder: Path, echo: bool = True) -> None:
                 sys.stdout.flush()
             return super().process_message(message, cell, cell_index)
 
-    client = Client(notebook, timeout=1800, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    client = Client(
+        notebook,
+        timeout=1800,
+        kernel_name="python3",
+        extra_arguments=["--log-level=ERROR"],  # its warning about open ports is for kernels of other machines
+        resources={"metadata": {"path": str(folder)}},
+    )
     stop = threading.Event()
     follower = threading.Thread(target=follow, args=(folder / "outputs/quickstart", stop), daemon=True)
     if echo:
