@@ -16,6 +16,7 @@ from pathlib import Path
 
 from .dashboard import Report, text
 from .presets import Settings
+from .run import fifths
 
 NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "quickstart.ipynb"
 
@@ -83,13 +84,6 @@ def run_once(seed: int | None, folder: Path, echo: bool = True):
     return notebook, Report.load(folder / "outputs/quickstart"), time.perf_counter() - start
 
 
-def rise(report: Report) -> tuple[float, float]:
-    """Mean reward of the first and of the last fifth of the steps."""
-    rewards = report.finite("reward")
-    size = max(len(rewards) // 5, 1)
-    return sum(rewards[:size]) / size, sum(rewards[-size:]) / size
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=0, help="run so many seeds and print each one's rise")
@@ -99,7 +93,7 @@ def main() -> None:
         print(f"{'seed':>6} {'first fifth':>12} {'last fifth':>11} {'rise':>6} {'seconds':>8}   (reward from 0 to 1)")
         for seed in range(options.seeds):
             _, report, seconds = run_once(seed, options.out / f"seed-{seed}", echo=False)
-            first, last = rise(report)
+            first, last = fifths(report.finite("reward"))
             print(f"{seed:>6} {first:>12.3f} {last:>11.3f} {last - first:>+6.3f} {seconds:>8.0f}", flush=True)
         return
     print(f"Running {NOTEBOOK.name} with {Settings().model_name_or_path}: about four minutes on two cores.\n")
@@ -110,7 +104,7 @@ def main() -> None:
     page.write_text(HTMLExporter().from_notebook_node(notebook)[0])
     print("\nThe same questions, before and after:\n")
     print(result(notebook, "comparison"))
-    first, last = rise(report)
+    first, last = fifths(report.finite("reward"))
     print(f"Mean reward of the first fifth of the steps {first:.3f}, of the last fifth {last:.3f} (from 0 to 1).")
     print(f"{seconds:.0f} s. The executed notebook: {page}")
 
