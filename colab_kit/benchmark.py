@@ -24,11 +24,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .measure import measure, soak
+from .measure import measure, passes, soak
 from .shapes import SHAPES
 
-ROWS = [(1, 0.95), (1, 0.9), (1, 0.7), (0, 0.9), (0, 0.8), (0, 0.7)]
-"""(UNSLOTH_VLLM_STANDBY, vllm_gpu_memory_utilization)"""
+ROWS = [(1, 0.95), (1, 0.9), (1, 0.7), (0, 0.9), (0, 0.8), (0, 0.7), (1, None), (0, None)]
+"""(UNSLOTH_VLLM_STANDBY, vllm_gpu_memory_utilization); None: as the plan chooses"""
 
 
 HOLD = """
@@ -73,10 +73,10 @@ def in_fresh_process(arguments: list[str], standby: int, timeout: float) -> list
 
 def rows(options: argparse.Namespace, passed: list[str]) -> list[dict]:
     results = []
-    chosen = ROWS if not options.row else [ROWS[int(i)] for i in options.row.split(",")]
     with smaller_card(options.card):
-        for standby, utilization in chosen:
-            found = in_fresh_process(["measure", *passed, "--utilization", str(utilization)], standby, options.timeout)
+        for standby, utilization in [ROWS[int(i)] for i in options.row.split(",")]:
+            share = ["--utilization", str(utilization)] if utilization else []
+            found = in_fresh_process(["measure", *passed, *share], standby, options.timeout)
             for row in found:
                 row |= {"standby": standby, "utilization": utilization}
                 if "kernels" in row:
@@ -100,8 +100,10 @@ def markdown(results: list[dict], header: bool = True) -> str:
         comment = row.get("comment", "")
         if "step_s" in row:
             comment = f"{row['kv_tokens']:,} tokens in the KV cache; {row['step_s']:.2f} s a step"
+        if row.get("planned_awake"):
+            comment += f"; planned {row['planned_awake']:.2f} generating, {row['planned_asleep']:.2f} training"
         experiment = f"Standby {'on' if row['standby'] else 'off'}"
-        settings = f"utilization {row['utilization']}, {row.get('length', 0):,} tokens"
+        settings = f"utilization {row['utilization'] or 'planned'}, {row.get('length', 0):,} tokens"
         lines.append(f"| {experiment} | {settings} | {row['status']} | {memory} | {comment} |")
     return "\n".join(lines)
 
@@ -157,7 +159,7 @@ def versions() -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("rows", "soak", "measure"))
+    parser.add_argument("what", choices=("rows", "soak", "passes", "measure"))
     parser.add_argument("--model", default="qwen3_4b")
     parser.add_argument("--16bit", dest="sixteen", action="store_true", help="16-bit LoRA in the place of 4 bits")
     parser.add_argument("--card", type=float, help="GiB of the card to emulate")
@@ -173,7 +175,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sdpa", help="torch's attention kernel while training: efficient is what a T4 uses")
     parser.add_argument("--kernels", action="store_true", help="list the 4-bit kernels that decoding runs")
     parser.add_argument("--utilization", type=float)
-    parser.add_argument("--row", help="only these rows, by number")
+    parser.add_argument("--peak-tflops", type=float, default=989, help="of the card, for FLOP/s utilization (H100)")
+    parser.add_argument("--row", default="0,1,2,3,4,5", help="which rows, by number; 6 and 7: as the plan chooses")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one configuration")
     parser.add_argument("--work", default=str(Path(tempfile.gettempdir()) / "colab_kit_benchmark"))
     parser.add_argument("--out", type=Path, help="write the results here as JSON")
@@ -189,7 +192,7 @@ def main(arguments: list[str] | None = None) -> None:
             subprocess.run(command + ["--16bit"] * options.sixteen, check=True)
         options.model = str(folder)
     if options.what != "rows":
-        {"measure": measure, "soak": soak}[options.what](options)
+        {"measure": measure, "soak": soak, "passes": passes}[options.what](options)
         return
     print(versions() + "\n")
     passed = ["--model", options.model] + ["--16bit"] * options.sixteen + ["--kernels"] * options.kernels

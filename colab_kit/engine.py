@@ -17,9 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 from .interrupts import uninterrupted
-from .planning import kv_bytes_per_token
+from .planning import MAX_NUM_BATCHED_TOKENS, sequences
 from .presets import Settings
 from .standby import prepare_environment, standby_requested
+from .training_pass import kv_bytes_per_token
 from .vllm_layers import install_layers
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -62,13 +63,13 @@ class Engine:
             # vLLM seeds the global generators when it lives in this process; the user's own must not change.
             # Not held by a name: an import that failed in here keeps this frame, which would keep the engine.
             with preserved_rng():
-                return cls(
+                engine = cls(
                     LLM(
                         model=model,
                         dtype=choice.dtype,
                         quantization="bitsandbytes" if settings.load_in_4bit else None,
                         max_model_len=settings.max_model_length,
-                        max_num_seqs=settings.vllm_max_num_seqs or min(settings.completions_per_step, 64),
+                        max_num_seqs=sequences(settings),
                         enable_lora=True,
                         max_loras=1,
                         max_lora_rank=next(rank for rank in LORA_RANKS if rank >= settings.lora_r),
@@ -76,14 +77,17 @@ class Engine:
                         enable_sleep_mode=device == "cuda" and standby_requested(),
                         logprobs_mode="processed_logprobs",
                         kv_cache_memory_bytes=choice.kv_cache_bytes,
-                        max_num_batched_tokens=choice.max_num_batched_tokens,
+                        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
                         seed=settings.seed,
                         disable_log_stats=True,
-                        **(utilization(settings) | graph_arguments(settings, device) | overrides),
+                        **(device_arguments(settings, device) | overrides),
                     ),
                     settings,
                     device,
                 )
+            if device == "cuda":
+                use_expandable_segments()
+            return engine
 
     @property
     def model(self):
@@ -235,20 +239,25 @@ def sampling_arguments(s: Settings) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def utilization(settings: Settings) -> dict[str, Any]:
-    share = settings.vllm_gpu_memory_utilization
-    return {} if share is None else {"gpu_memory_utilization": share}
-
-
-def graph_arguments(settings: Settings, device: str) -> dict[str, Any]:
+def device_arguments(settings: Settings, device: str) -> dict[str, Any]:
     """Eager on a CPU; on a GPU CUDA graphs of the whole decoding step, no torch.compile."""
     eager = settings.enforce_eager if settings.enforce_eager is not None else device != "cuda"
     arguments: dict[str, Any] = {"enforce_eager": eager}
+    if device == "cuda":
+        arguments["gpu_memory_utilization"] = 0.01  # only checked against what is free: the plan sizes the KV cache
     if device == "cuda" and not eager:
         arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     if settings.vllm_attention_backend:
         arguments["attention_config"] = {"backend": settings.vllm_attention_backend}
     return arguments
+
+
+def use_expandable_segments() -> None:
+    """From here on torch's allocator grows segments in place of adding new ones: a training pass over a long sequence
+    otherwise leaves gigabytes of gaps. Not by the environment variable, so that vLLM's pools are made without it."""
+    from vllm.device_allocator import alloc_conf
+
+    alloc_conf.set_alloc_conf(alloc_conf.with_conf_flag(alloc_conf.current_alloc_conf(), "expandable_segments", True))
 
 
 @contextlib.contextmanager

@@ -10,30 +10,22 @@ second recomputation. Values and gradients are those of the plain pass.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import weakref
+import types
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .training_pass import GIB, Devices, choose_devices, expands_kv, host_room, micro_batch_tokens
+
 if TYPE_CHECKING:
+    from .host_store import HostStore
     from .policy import Policy
     from .presets import Settings
 
 ATTENTION = "colab_kit_packed"
-
-
-@dataclasses.dataclass(frozen=True)
-class Devices:
-    """Which memory devices a pass uses."""
-
-    gradient_checkpointing: bool = False
-    activation_offloading: bool = False
-    mlp_tile_tokens: int | None = None
-    expand_kv: bool = False
-    """repeat the key and value heads: torch's memory-efficient kernel, the best before sm_80, has no GQA"""
 
 
 def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
@@ -52,32 +44,41 @@ def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
     return groups
 
 
-def choose_devices(policy: Policy, settings: Settings):
-    """(tokens a micro-batch, memory devices, host store) for this run's training passes; prints what and why."""
-    device = policy.device
-    tokens = settings.max_tokens_per_micro_batch or max(2048, settings.max_model_length)
-    set_by = "as set" if settings.max_tokens_per_micro_batch else "one sequence of full length, or 2,048"
-    said = f"Training pass: micro-batches of at most {tokens:,} tokens ({set_by})"
-    if device.type == "cpu":
-        print(f"{said}; activations are kept (system memory, no recomputation).")
-        return tokens, Devices(), None
-    layers = policy.model.get_base_model().config.num_hidden_layers
-    expand = settings.sdpa_backend == "efficient" or torch.cuda.get_device_capability(device) < (8, 0)
-    if policy.host_store is None:
-        policy.host_store = HostStore(device, layers, int(host_available() * 0.6))
+def choose_pass(policy: Policy, settings: Settings):
+    """(tokens a micro-batch, memory devices, host store, estimated bytes) for this run's training passes, from the
+    memory that is free now; prints what and why.
+
+    Raises: MemoryError where a sequence of full length can't fit, with the longest that can.
+    """
+    from .host_store import HostStore
+
+    if policy.device.type == "cpu":
+        tokens = settings.max_tokens_per_micro_batch or max(2048, settings.max_model_length)
+        print(f"Training pass: micro-batches of at most {tokens:,} tokens; {Devices()} (a CPU).")
+        return tokens, Devices(), None, 0
+    config, itemsize = policy.model.get_base_model().config, policy.engine.dtype.itemsize
+    expand = expands_kv(settings, torch.cuda.get_device_capability(policy.device))
+    trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+    policy.engine.give_back_cached_blocks()
+    free, host = policy.engine.free_bytes(), host_room()
+    room = free - 6 * trained  # float32 gradients, 8-bit optimizer states
+    tokens, why = micro_batch_tokens(config, settings, itemsize, room, expand)
+    devices, needed = choose_devices(config, settings, itemsize, tokens, room, host, expand)
     print(
-        f"{said}; one hidden state a layer in pinned host memory (up to {policy.host_store.max_bytes / 2**30:.1f} GiB, "
-        f"60% of what is free; what does not fit stays on the card), the MLP in tiles of 4,096 tokens; "
-        f"{'memory-efficient' if expand else 'flash'} attention."
+        f"Training pass: micro-batches of at most {tokens:,} tokens ({why}); {devices}: about {needed / GIB:.2f} GiB "
+        f"of the {room / GIB:.2f} that are free for it."
     )
-    return tokens, Devices(True, True, 4096, expand), policy.host_store
-
-
-def host_available() -> int:
-    """Bytes of system memory that can be taken without swapping."""
-    import psutil
-
-    return psutil.virtual_memory().available
+    if not devices.activation_offloading:
+        return tokens, devices, None, needed
+    states = config.num_hidden_layers * tokens * config.hidden_size * itemsize
+    if states > host:
+        print(
+            f"System memory has room for {host / GIB:.1f} of the {states / GIB:.1f} GiB of hidden states (60% of what "
+            f"is free): the rest stays on the card."
+        )
+    if policy.host_store is None:
+        policy.host_store = HostStore(policy.device, config.num_hidden_layers, host)
+    return tokens, devices, policy.host_store, needed
 
 
 # --- attention ------------------------------------------------------------------------------------------
@@ -106,12 +107,22 @@ def packed_attention(
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).transpose(1, 2), None
 
 
-def use_packed_attention(model: torch.nn.Module) -> None:
-    """Make `model` attend by `packed_attention`; a row that names no sequences is one sequence."""
+def prepare_model(model: torch.nn.Module) -> None:
+    """Make `model` attend by `packed_attention` (a row that names no sequences is one sequence) and, on a GPU, take its
+    norms in one kernel."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, packed_attention)
     model.set_attn_implementation(ATTENTION)
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm") and module.weight.is_cuda:
+            module.forward = types.MethodType(rms_norm, module)
+
+
+def rms_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A transformers RMSNorm that keeps x and one number a row for its backward, not a float32 copy of x."""
+    with torch.autocast(x.device.type, enabled=False):
+        return F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
 
 
 # --- one pass -------------------------------------------------------------------------------------------
@@ -169,15 +180,17 @@ class CheckpointedLayer(torch.autograd.Function):
     def backward(ctx, grad):
         x = ctx.saved_tensors[0] if ctx.saved_tensors else ctx.store.get(ctx.index)
         x = x.detach().requires_grad_()
-        grad_h = torch.empty_like(grad)
+        grad = grad.contiguous()  # tile by tile it becomes the MLP's input gradient: no second buffer
         with torch.enable_grad(), torch.autocast(x.device.type, ctx.autocast[1], ctx.autocast[0]), same_rng(ctx.rng, x):
             h = attention_block(ctx.layer, x, ctx.arguments)
+            edge, h = get_gradient_edge(h), h.detach()
             size = ctx.devices.mlp_tile_tokens
-            for tile, grad_out, grad_in in zip(*(tiles(t.detach(), size) for t in (h, grad, grad_h)), strict=True):
+            for tile, part in zip(tiles(h, size), tiles(grad, size), strict=True):
                 tile = tile.detach().requires_grad_()
-                torch.autograd.backward(mlp_block(ctx.layer, tile), grad_out)
-                grad_in.copy_(tile.grad)
-        torch.autograd.backward(h, grad_h)
+                torch.autograd.backward(mlp_block(ctx.layer, tile), part)
+                part.copy_(tile.grad)
+        del h, tile, part  # the attention's backward needs the graph, not the value
+        torch.autograd.backward(edge, grad)
         return x.grad, None, None, None, None, None
 
 
@@ -196,78 +209,3 @@ def same_rng(state: torch.Tensor, x: torch.Tensor):
     with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
         torch.cuda.set_rng_state(state, x.device) if x.device.type == "cuda" else torch.set_rng_state(state)
         yield
-
-
-# --- host memory ----------------------------------------------------------------------------------------
-
-
-class HostStore:
-    """Pinned host memory for one hidden state a layer, copied on a stream of its own.
-
-    `max_bytes` caps it; a layer that does not fit stays on the card (`put` then returns False).
-    """
-
-    def __init__(self, device: torch.device, num_layers: int, max_bytes: int) -> None:
-        self.device, self.num_layers, self.max_bytes = device, num_layers, max_bytes
-        self.stream = torch.cuda.Stream(device)
-        self.buffer: torch.Tensor | None = None
-        self.fetched: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
-        self.kept = 0
-        """layers that found room"""
-
-    def put(self, index: int, x: torch.Tensor) -> bool:
-        if index == 0:
-            self._reserve(x)
-        if index >= self.kept:
-            return False
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            self._slot(index).copy_(x, non_blocking=True)
-        x.record_stream(self.stream)  # its memory may be reused only when the copy is done
-        return True
-
-    def get(self, index: int) -> torch.Tensor:
-        """The state of layer `index`; the one below it is fetched meanwhile."""
-        if index not in self.fetched:
-            self._fetch(index)
-        x, ready = self.fetched.pop(index)
-        if index:
-            self._fetch(index - 1)
-        torch.cuda.current_stream(self.device).wait_event(ready)
-        return x
-
-    def _fetch(self, index: int) -> None:
-        x = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            x.copy_(self._slot(index), non_blocking=True)
-            ready = torch.cuda.Event()
-            ready.record(self.stream)
-        self.fetched[index] = x, ready
-
-    def _slot(self, index: int) -> torch.Tensor:
-        return self.buffer[index * self.bytes : (index + 1) * self.bytes].view(self.dtype).view(self.shape)
-
-    def _reserve(self, x: torch.Tensor) -> None:
-        self.fetched.clear()  # of a pass that was interrupted
-        self.shape, self.dtype, self.bytes = x.shape, x.dtype, x.numel() * x.element_size()
-        self.kept = min(self.num_layers, self.max_bytes // self.bytes)
-        needed = self.kept * self.bytes
-        if self.buffer is None or self.buffer.numel() < needed:
-            self.close()
-            # Registered by hand: torch's pinned allocator rounds up to a power of two.
-            self.buffer = torch.empty(needed, dtype=torch.uint8)
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), needed, 0))
-            self._unpin = weakref.finalize(self, unpin, self.buffer, self.stream)
-
-    def close(self) -> None:
-        """Unpin and free."""
-        if self.buffer is not None:
-            self._unpin()
-        self.buffer = None
-
-
-def unpin(buffer: torch.Tensor, stream: torch.cuda.Stream) -> None:
-    # Memory that is freed while registered leaves the driver with a mapping that fails some later, innocent call.
-    stream.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())

@@ -33,14 +33,18 @@ def alternating(completions, **_):
 
 
 def train_at(policy, settings: Settings, length: int, steps: int):
-    """`steps` whole steps on sequences of `length` tokens, one sequence a micro-batch."""
+    """`steps` whole steps on sequences of `length` tokens: as many a micro-batch as make 8,192 tokens, at least one."""
     from . import train
 
     words = [f"w{10 + (i * 7) % 400}" for i in range(length)]
     prompt_tokens = length - settings.max_completion_length - 1  # and one token of BOS
     rows = [{"prompt": " ".join(words[i:] + words[:i])} for i in range(8)]
     rows = [{"prompt": " ".join(row["prompt"].split()[:prompt_tokens])} for row in rows]
-    return train(policy, rows, [alternating], settings.replace(max_steps=steps, max_tokens_per_micro_batch=length))
+    together = max(length, min(8192, settings.completions_per_step * length))
+    changed = settings.replace(
+        max_steps=steps, max_tokens_per_micro_batch=together, max_prompt_length=length - settings.max_completion_length
+    )
+    return train(policy, rows, [alternating], changed)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -49,12 +53,15 @@ def measure(options: argparse.Namespace) -> None:
     utilization = options.utilization
     if utilization and options.card:
         utilization *= options.card * 2**30 / card_total()  # vLLM's share is of the whole card
-    start = time.perf_counter()
-    try:
-        policy, settings = prepare(options, utilization, max(lengths))
-    except (RuntimeError, ValueError, MemoryError) as error:
-        report({"length": lengths[0], "status": "does not load", "comment": last_line(error)})
-        return
+    start, policy, refused = time.perf_counter(), None, []
+    while policy is None and lengths:
+        try:
+            policy, settings = prepare(options, utilization, lengths[-1])
+        except MemoryError as error:  # the plan's, before anything is loaded: the next shorter length is tried
+            refused.append({"length": lengths.pop(), "status": "does not fit", "comment": last_line(error)})
+        except (RuntimeError, ValueError) as error:
+            report({"length": lengths[-1], "status": "does not load", "comment": last_line(error)})
+            return
     loaded = time.perf_counter() - start
     if options.kernels:
         report({"kernels": kernels(policy)})
@@ -69,7 +76,8 @@ def measure(options: argparse.Namespace) -> None:
             break
         last = run.metrics[-1]
         row |= {"status": f"{steps} steps, {(time.perf_counter() - start) / 60:.1f} min"}
-        row |= {name: last.get(f"memory/{name}_gib") for name in ("peak", "awake", "asleep", "kv_cache", "idle")}
+        names = ("peak", "awake", "asleep", "kv_cache", "idle", "planned_awake", "planned_asleep")
+        row |= {name: last.get(f"memory/{name}_gib") for name in names}
         row |= {"savings": run.report.savings, "step_s": median(step["step_time"] for step in run.metrics)}
         row |= {"training_s": median(step["time/training"] for step in run.metrics)}
         if policy.ledger:
@@ -78,6 +86,80 @@ def measure(options: argparse.Namespace) -> None:
                 for t, used, phase in list(policy.ledger.samples)[::10]
             ]
         report(row)
+    for row in reversed(refused):
+        report(row)
+
+
+def passes(options: argparse.Namespace) -> None:
+    """The training pass alone, one sequence, by each set of memory devices in turn: seconds, peak, gradients."""
+    import torch
+
+    from .long_context import choose_pass, hidden_states, prepare_model
+    from .training_pass import Devices
+
+    lengths = [int(length) for length in options.lengths.split(",")]
+    policy, settings = prepare(options, options.utilization, lengths[-1])
+    _, chosen, _, _ = choose_pass(policy, settings.replace(activation_offloading=True, mlp_tile_tokens=4096))
+    model, store, expand = policy.model.get_base_model(), policy.host_store, chosen.expand_kv
+    prepare_model(model)
+    trained = [p for p in policy.model.parameters() if p.requires_grad]
+    torch.manual_seed(0)
+    for p in trained:
+        p.data.normal_(std=0.02)  # with B = 0, A would have no gradient
+    ways = {
+        "plain checkpoints": Devices(True, expand_kv=expand),
+        "MLP in tiles of 4,096": Devices(True, False, 4096, expand),
+        "offloaded, tiles of 4,096": chosen,
+    }
+    for length in lengths:
+        sequence = [10 + (i * 7) % 400 for i in range(length)]
+        found = {name: {"s": [], "peak_gib": 0.0} for name in ways}
+        for repeat in range(options.steps + 1):  # the first warms up
+            for name, devices in ways.items():
+                if "failed" in found[name]:
+                    continue
+                policy.engine.give_back_cached_blocks()
+                policy.ledger.forget()
+                policy.ledger.enter("pass")
+                idle, start = policy.ledger.sample(), time.perf_counter()
+                try:
+                    with torch.autocast("cuda", policy.engine.dtype, policy.engine.dtype != torch.float32):
+                        states = hidden_states(model.model, [sequence], devices, store)
+                        states[-64:].float().pow(2).mean().mul(1e3).backward()
+                    torch.cuda.synchronize()
+                except torch.OutOfMemoryError:
+                    found[name]["failed"] = "out of memory"
+                    continue
+                seconds = time.perf_counter() - start
+                policy.ledger.enter("idle")
+                found[name]["peak_gib"] = (policy.ledger.peaks["pass"] - idle) / 2**30
+                gradient = torch.cat([p.grad.flatten() for p in trained]).double()
+                found[name]["gradient"] = gradient
+                if repeat:
+                    found[name]["s"].append(seconds)
+                for p in trained:
+                    p.grad = None
+                del states
+        first = found["plain checkpoints"].get("gradient")
+        for name, row in found.items():
+            gradient = row.pop("gradient", None)
+            row |= {"length": length, "way": name}
+            if row["s"]:
+                row["median_s"] = median(row["s"])
+                row["flop_utilization"] = flops(model.config, length) / row["median_s"] / options.peak_tflops / 1e12
+            if first is not None and gradient is not None:
+                row["gradient_difference"] = ((gradient - first).norm() / first.norm()).item()
+            report(row)
+
+
+def flops(config, tokens: int) -> float:
+    """Of one training pass that trains LoRA only, recomputation not counted: forward and the inputs' gradient take 2
+    each a weight and token; causal attention takes 2 T^2 a query width and layer forward, twice that backward."""
+    from .training_pass import dimensions
+
+    d = dimensions(config)
+    weights = d.layers * (2 * d.h * d.q + 2 * d.h * d.kv + 3 * d.h * d.inter)
+    return 4.0 * weights * tokens + 3 * 2.0 * d.layers * d.q * tokens**2
 
 
 def soak(options: argparse.Namespace) -> None:

@@ -11,18 +11,23 @@ from typing import Any
 
 from .presets import Settings
 from .samples import html_table
+from .standby import standby_requested
+from .training_pass import (
+    GIB,
+    Devices,
+    activations,
+    choose_devices,
+    dimensions,
+    expands_kv,
+    host_room,
+    kv_bytes_per_token,
+    micro_batch_tokens,
+)
 
-GIB = 2**30
-OVERHEAD_GIB = 1.8
-"""CUDA context, kernels, CUDA graphs and vLLM's buffers: measured for Llama-3.1-8B on an H200"""
-MLP_TILE = 4096
-"""tokens that the MLP takes at a time while training on a GPU"""
-
-
-def kv_bytes_per_token(config: Any, itemsize: int) -> int:
-    """Keys and values of one token in all layers."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * itemsize
+OVERHEAD_GIB = 1.3
+"""CUDA context, kernels' code, CUDA graphs and vLLM's buffers: measured on an H200 (README)"""
+MAX_NUM_BATCHED_TOKENS = 2048
+"""tokens of a prefill; more at once would be no faster on a small card and take more memory"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,55 +38,52 @@ class Sizes:
     lora: int
     """float32 masters, and vLLM's slot"""
     optimizer: int
-    """optimizer states and gradients, there while training"""
+    """optimizer states, kept from the first step on"""
+    overhead: int
+    prefill: int
+    """a prefill's activations and the sampler's logits, there while generating"""
+    gradients: int
     activations: int
     """the training pass over one micro-batch"""
-    overhead: int
     kv_per_token: int
 
     @property
     def idle(self) -> int:
-        return self.weights + self.lora + self.overhead
+        return self.weights + self.lora + self.optimizer + self.overhead
 
     @property
     def training(self) -> int:
-        return self.optimizer + self.activations
+        return self.gradients + self.activations
 
 
-def sizes(config: Any, settings: Settings, itemsize: int, tokens: int, on_gpu: bool = True) -> Sizes:
-    """For a training pass over `tokens` tokens; `itemsize`: bytes of an activation."""
-    h, inter, layers, vocab = (
-        config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size,
-    )  # fmt: skip
-    head_dim = getattr(config, "head_dim", None) or h // config.num_attention_heads
-    q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+def sizes(config: Any, s: Settings, itemsize: int, on_gpu: bool = True) -> Sizes:
+    """All but the activations, which depend on the room that the rest leaves; `itemsize`: bytes of an activation."""
+    d = dimensions(config)
     shapes = {
-        "q_proj": (q, h), "k_proj": (kv, h), "v_proj": (kv, h), "o_proj": (h, q),
-        "gate_proj": (inter, h), "up_proj": (inter, h), "down_proj": (h, inter),
+        "q_proj": (d.q, d.h), "k_proj": (d.kv, d.h), "v_proj": (d.kv, d.h), "o_proj": (d.h, d.q),
+        "gate_proj": (d.inter, d.h), "up_proj": (d.inter, d.h), "down_proj": (d.h, d.inter),
     }  # fmt: skip
-    linear = layers * sum(rows * columns for rows, columns in shapes.values())
+    linear = d.layers * sum(rows * columns for rows, columns in shapes.values())
     # 4 bits a weight and a float32 scale for each 64; the embedding and the head stay in 16 bits
-    weights = linear * (0.5 + 4 / 64 if settings.load_in_4bit else itemsize)
-    weights += vocab * h * itemsize * (1 if config.tie_word_embeddings else 2)
-    trained = layers * settings.lora_r * sum(sum(shapes[name]) for name in settings.lora_target_modules)
-    head = settings.logprob_chunk_size * vocab * 14
-    if on_gpu:
-        attention = itemsize * tokens * (12 * h + 6 * q)
-        tile = min(tokens, MLP_TILE)
-        mlp = itemsize * (8 * inter * tile + 2 * inter * h)
-        activations = max(attention, mlp) + head
-    else:
-        activations = (
-            layers * tokens * itemsize * (8 * h + 4 * q + 5 * inter) + settings.logprob_chunk_size * vocab * 14
-        )
+    weights = linear * (0.5 + 4 / 64 if s.load_in_4bit else itemsize)
+    weights += d.vocab * d.h * itemsize * (1 if config.tie_word_embeddings else 2)
+    trained = d.layers * s.lora_r * sum(sum(shapes[name]) for name in s.lora_target_modules)
+    prefill = itemsize * (MAX_NUM_BATCHED_TOKENS * (4 * d.inter + 4 * d.h) + d.inter * d.h * s.load_in_4bit)
     return Sizes(
         weights=int(weights),
         lora=trained * (4 + itemsize),
-        optimizer=trained * (4 + (2 if on_gpu else 8)),
-        activations=int(activations),
+        optimizer=trained * (2 if on_gpu and s.optim != "adamw_torch" else 8),
         overhead=int(OVERHEAD_GIB * GIB) if on_gpu else 0,
+        prefill=prefill + sequences(s) * d.vocab * 16 if on_gpu else 0,
+        gradients=trained * 4,
+        activations=0,
         kv_per_token=kv_bytes_per_token(config, itemsize),
     )
+
+
+def sequences(s: Settings) -> int:
+    """Completions generated at a time, at most."""
+    return s.vllm_max_num_seqs or min(s.completions_per_step, 64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,26 +93,23 @@ class Plan:
     settings: Settings
     dtype: str
     sizes: Sizes
-    kv_cache_bytes: int | None
-    """None: vllm_gpu_memory_utilization was given, and vLLM sizes the cache by it"""
-    max_num_batched_tokens: int
-    free_bytes: int
-    total_bytes: int
+    kv_cache_bytes: int
     reasons: tuple[str, ...]
 
     @property
     def columns(self) -> dict[str, list[str]]:
-        s, kv = self.sizes, self.kv_cache_bytes or 0
-        asleep, awake, resident = s.idle + s.training, s.idle + kv, s.idle + s.training + kv
+        s, kv = self.sizes, self.kv_cache_bytes
+        asleep, awake = s.idle + s.training, s.idle + s.prefill + kv
+        resident = max(asleep + kv, awake)
         ways = {
             "two engines": (2 * s.weights, kv, s.training, resident + s.weights),
             "shared weights": (s.weights, kv, s.training, resident),
             "shared + Standby": (s.weights, kv, s.training, max(asleep, awake)),
         }
-        rows = ["weights", "KV cache", "training", "LoRA, context, graphs", "needed at the peak"]
+        rows = ["weights", "KV cache", "training pass", "LoRA, optimizer, context, graphs", "needed at the peak"]
         table = {"GiB, estimated": rows}
         for way, (weights, cache, training, peak) in ways.items():
-            values = (weights, cache, training, s.lora + s.overhead, peak)
+            values = (weights, cache, training, s.idle - s.weights, peak)
             table[way] = [f"{value / GIB:.2f}" for value in values]
         return table
 
@@ -173,36 +172,54 @@ def make_plan(settings: Settings, config: Any, free: int, total: int, capability
     if length > window:
         raise ValueError(f"{length} tokens a sequence are asked for (max_prompt_length + max_completion_length, or "
                          f"vllm_max_model_length), the model's window has {window}")  # fmt: skip
-    tokens = settings.max_tokens_per_micro_batch or max(2048, length)
-    s = sizes(config, settings, itemsize, tokens, on_gpu)
-    room = free - s.idle
-    if on_gpu and room < s.kv_per_token * length:
-        longest = max(room // s.kv_per_token, 0)
+    s = sizes(config, settings, itemsize, on_gpu)
+    kv, reason = kv_cache(settings, s, free, total, on_gpu)
+    reasons.append(reason)
+    expand = on_gpu and expands_kv(settings, capability)
+    room = (free if on_gpu else total) - s.idle - s.gradients - (0 if standby_requested() else kv)
+    if on_gpu:
+        tokens, _ = micro_batch_tokens(config, settings, itemsize, room, expand)
+        _, needed = choose_devices(config, settings, itemsize, tokens, room, host_room(), expand)
+    else:
+        tokens, _ = micro_batch_tokens(config, settings, itemsize, 0, expand)
+        needed = activations(config, settings, itemsize, tokens, Devices(), 0)
+    return Plan(settings, dtype, dataclasses.replace(s, activations=needed), kv, tuple(reasons))
+
+
+def kv_cache(settings: Settings, s: Sizes, free: int, total: int, on_gpu: bool) -> tuple[int, str]:
+    """Bytes of the KV cache, and why.
+
+    Raises: MemoryError where not one sequence fits beside the rest, with the longest that does.
+    """
+    length, share = settings.max_model_length, settings.vllm_gpu_memory_utilization
+    block = 16 if on_gpu else 128  # vLLM hands out the cache in blocks, and keeps one for itself
+    needed = s.kv_per_token * (sequences(settings) * -(-length // block) + 2) * block
+    if not on_gpu:
+        return needed, f"KV cache {needed / GIB:.2f} GiB: room for one step's completions at full length"
+    generating = s.idle + s.prefill
+    limit = free if share is None else min(share * total, free)
+    room = int(limit - generating)
+    if room < s.kv_per_token * (length + 2 * block):
+        longest = max(room // s.kv_per_token - 2 * block, 0)
         advice = f"the longest sequence is {longest:,} tokens: lower max_completion_length or max_prompt_length"
         if longest < 256:
             advice = "choose a smaller model (presets.QUICKSTART fits any card), or free what another process holds"
+        if share is not None and free > limit:
+            advice += f", or raise vllm_gpu_memory_utilization={share}"
         raise MemoryError(
-            f"{settings.model_name_or_path} needs about {s.idle / GIB:.1f} GiB before the KV cache, and this GPU has "
-            f"{free / GIB:.1f} of {total / GIB:.1f} GiB free: {advice}"
+            f"{settings.model_name_or_path} needs about {generating / GIB:.1f} GiB before the KV cache, and this GPU "
+            f"has {free / GIB:.1f} of {total / GIB:.1f} GiB free: {advice}"
         )
-    seqs = settings.vllm_max_num_seqs or min(settings.completions_per_step, 64)
-    block = 16 if on_gpu else 128  # vLLM hands out the cache in blocks, and keeps one for itself
-    needed = s.kv_per_token * (seqs * -(-length // block) + 2) * block
-    kv: int | None = needed
-    if settings.vllm_gpu_memory_utilization is not None and on_gpu:
-        kv = None
-        reasons.append(
-            f"vllm_gpu_memory_utilization={settings.vllm_gpu_memory_utilization}, as set: vLLM sizes the cache"
-        )
-    elif on_gpu and needed > 0.95 * room:
+    if share is not None:
+        return room, f"KV cache {room / GIB:.2f} GiB: vllm_gpu_memory_utilization={share}, as set, of which the rest " \
+                     f"takes {generating / GIB:.2f}"  # fmt: skip
+    if needed > 0.95 * room:
         kv = int(0.95 * room)
-        share = (s.idle + kv) / total
-        reasons.append(
-            f"KV cache {kv / GIB:.2f} GiB (utilization {share:.2f}): what the card has left, room for "
-            f"{kv // s.kv_per_token // length} of {seqs} completions at full length at a time"
+        return kv, (
+            f"KV cache {kv / GIB:.2f} GiB (utilization {(generating + kv) / total:.2f}): what the card has left, room "
+            f"for {kv // s.kv_per_token // length} of {sequences(settings)} completions at full length at a time"
         )
-    else:
-        share = f" (utilization {(s.idle + kv) / total:.2f})" if on_gpu else ""
-        reasons.append(f"KV cache {kv / GIB:.2f} GiB{share}: room for one step's completions at full length")
-    # A prefill of more tokens at once would be no faster on a small card and take more memory.
-    return Plan(settings, dtype, s, kv, 2048, free, total, tuple(reasons))
+    return needed, (
+        f"KV cache {needed / GIB:.2f} GiB (utilization {(generating + needed) / total:.2f}): room for one step's "
+        f"completions at full length"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,15 @@ from .standby import Standby
 class Policy:
     """A language model that can be sampled and trained. Made by `load`."""
 
-    def __init__(self, settings, engine, model, tokenizer, ledger=None) -> None:
+    def __init__(self, settings, engine, model, tokenizer, plan, ledger=None) -> None:
         from .adapter import Slot
         from .sharing import base_parameters
 
         self.settings, self.engine, self.tokenizer = settings, engine, tokenizer
         self.model = model
         """the PEFT model; its base weights are views of the engine's"""
+        self.plan = plan
+        """what was planned before the load (`planning.Plan`)"""
         self.slot = Slot(engine, model)
         self.standby = Standby(engine, enabled=True)
         self.ledger = ledger
@@ -150,7 +153,7 @@ def load(settings: Settings) -> Policy:
 
         model = add_adapter(share_weights(engine.model, config, engine.dtype), settings)
         say("transformers model sharing the engine's weights")
-        _loaded = policy = Policy(settings, engine, model, tokenizer, ledger)
+        _loaded = policy = Policy(settings, engine, model, tokenizer, choice, ledger)
     except BaseException:
         engine.shut_down()
         raise
@@ -202,6 +205,8 @@ def unload() -> int:
     if policy.host_store is not None:
         policy.host_store.close()
     before = engine.free_bytes()
+    with contextlib.suppress(Exception):
+        policy.standby.wake()  # vLLM's allocator can only give back what is mapped
     policy.__dict__.clear()
     engine.shut_down()
     del engine

@@ -59,6 +59,10 @@ class Settings:
     """tokens that one forward and backward holds; None: chosen from the free memory, and printed"""
     logprob_chunk_size: int = 256
     """tokens whose logits exist at one time"""
+    activation_offloading: bool | None = None
+    """keep each layer's checkpoint in pinned host memory while training; None: where the card needs it, and printed"""
+    mlp_tile_tokens: int | None = None
+    """tokens that the MLP takes at a time while training; None: as many as the card has room for, and printed"""
     sdpa_backend: str | None = None
     """torch's attention kernel while training. None: its choice, flash from sm_80 on, efficient on a T4"""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -111,7 +115,6 @@ class Settings:
     """None: no checkpoint by steps. A run that is stopped or fails saves its last whole step in any case."""
     save_minutes: float | None = 10.0
     """None: no checkpoint by time. An interrupt saves the last whole step in any case"""
-    """None: no checkpoint by time"""
     save_total_limit: int = 2
     """the newest checkpoints that stay, besides the one with the best reward"""
     report_to: tuple[str, ...] = ()
@@ -142,7 +145,7 @@ class Settings:
         self._at_least(1, "per_device_train_batch_size", "gradient_accumulation_steps", "max_completion_length")
         self._at_least(1, "num_iterations", "max_steps", "lora_r", "lora_alpha", "logprob_chunk_size")
         self._at_least(1, "max_prompt_length", "vllm_max_model_length", "max_tokens_per_micro_batch")
-        self._at_least(1, "vllm_max_num_seqs", "save_total_limit", "save_steps")
+        self._at_least(1, "vllm_max_num_seqs", "save_total_limit", "save_steps", "mlp_tile_tokens")
         self._at_least(0, "top_k", "warmup_steps", "weight_decay", "beta", "min_p", "seed")
         self._above(0, "temperature", "learning_rate", "max_grad_norm", "repetition_penalty", "epsilon", "delta")
         self._above(0, "sapo_temperature_pos", "sapo_temperature_neg", "save_minutes", "adam_epsilon")

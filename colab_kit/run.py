@@ -150,7 +150,8 @@ class MemoryReport:
             ]
         lines = [
             f"generating {m['memory/awake_gib']:.2f} GiB, training {m['memory/asleep_gib']:.2f} GiB, by the driver; "
-            f"KV cache {m['memory/kv_cache_gib']:.2f} GiB"
+            f"KV cache {m['memory/kv_cache_gib']:.2f} GiB",
+            f"the plan had estimated {m['memory/planned_awake_gib']:.2f} and {m['memory/planned_asleep_gib']:.2f} GiB",
         ]
         if s := self.savings:
             lines.append(
@@ -166,8 +167,9 @@ class MemoryReport:
 class RunMemory:
     """The ledger's figures of one run: to the report, to the dashboard, and as the run's savings."""
 
-    def __init__(self, policy: Policy, report: Report) -> None:
+    def __init__(self, policy: Policy, report: Report, pass_bytes: int) -> None:
         self.policy, self.report, self.began = policy, report, time.monotonic()
+        self.pass_bytes = pass_bytes
         self.sampled = self.began
         if policy.ledger:
             policy.ledger.forget()
@@ -191,7 +193,11 @@ class RunMemory:
             self.report.memory_sample(moment - self.began, used / GIB, phase)
         self.sampled = time.monotonic()
         self.report.savings = savings(peaks, kv, standby.enabled) or self.report.savings
+        planned = policy.plan.sizes
+        resident = 0 if standby.enabled else kv
         return {
+            "memory/planned_awake_gib": (planned.idle + planned.prefill + kv) / GIB,
+            "memory/planned_asleep_gib": (planned.idle + planned.gradients + self.pass_bytes + resident) / GIB,
             "memory/peak_gib": max(peaks.values()) / GIB, "memory/asleep_gib": peaks.get("training", 0) / GIB,
             "memory/awake_gib": peaks.get("generating", 0) / GIB, "memory/idle_gib": idle / GIB,
             "memory/kv_cache_gib": kv / GIB, "memory/freed_gib": standby.freed_bytes / GIB,

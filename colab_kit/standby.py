@@ -7,12 +7,14 @@ resident KV cache by surprise.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
 import time
 import warnings
-from contextlib import contextmanager
+import weakref
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from .interrupts import uninterrupted
@@ -98,6 +100,8 @@ class Standby:
         self.kv_cache_bytes = engine.kv_cache_bytes
         self.sleep_seconds = 0.0
         self.wake_seconds = 0.0
+        if self.enabled:
+            atexit.register(wake_at_exit, weakref.ref(self))
 
     @uninterrupted()
     def sleep(self) -> int:
@@ -159,3 +163,9 @@ class Standby:
         finally:
             if was_awake:
                 self.wake()
+
+
+def wake_at_exit(standby: weakref.ref[Standby]) -> None:
+    """vLLM's allocator unmaps all of its memory when the process ends, and complains of what is not mapped."""
+    with suppress(Exception):
+        standby().wake()

@@ -25,7 +25,7 @@ from .dashboard import Dashboard
 from .data import Prompts, prepare_prompts
 from .engine import Completion, sampling_arguments
 from .interrupts import uninterrupted
-from .long_context import choose_devices, hidden_states, micro_batches, use_packed_attention
+from .long_context import choose_pass, hidden_states, micro_batches, prepare_model
 from .memory import explain_oom
 from .optimizer import make_optimizer, make_scheduler, rng_state
 from .policy import Policy, check_same_adapter, check_same_engine
@@ -98,8 +98,8 @@ class Trainer:
         self.scheduler = make_scheduler(self.optimizer, settings)
         # float16 gradients underflow without a scale; its optimizer step is skipped when one is infinite.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=policy.engine.dtype == torch.float16)
-        self.max_tokens, self.devices, self.host_store = choose_devices(policy, settings)
-        use_packed_attention(self.model.get_base_model())
+        self.max_tokens, self.devices, self.host_store, self.pass_bytes = choose_pass(policy, settings)
+        prepare_model(self.model.get_base_model())
         self.warned, self.longest, self.steps_done, self.half_done = False, 0, 0, False
         set_seed(settings.seed)  # dropout, and whatever the reward functions draw
         self.rng = rng_state()
@@ -114,7 +114,7 @@ class Trainer:
     # --- the algorithm ------------------------------------------------------------------------------
 
     def run(self) -> Run:
-        self.memory = RunMemory(self.policy, self.report)
+        self.memory = RunMemory(self.policy, self.report, self.pass_bytes)
         with Rescue(self) as self.rescue, Dashboard(self.report) as self.dashboard, self.callbacks:
             self.policy.sync()
             for step in range(self.steps_done, self.settings.max_steps):

@@ -52,9 +52,9 @@ def test_the_result_does_not_depend_on_micro_batches(tiny_policy, tiny_rows):
 
 
 def test_checkpointed_and_tiled_layers_give_the_plain_gradient(tiny_policy):
-    from colab_kit.long_context import Devices, hidden_states, use_packed_attention
+    from colab_kit.long_context import Devices, hidden_states, prepare_model
 
-    use_packed_attention(tiny_policy.model.get_base_model())
+    prepare_model(tiny_policy.model.get_base_model())
     backbone = tiny_policy.model.get_base_model().model
     parameters = [p for p in tiny_policy.model.parameters() if p.requires_grad]
     sequences = [[0, *range(5, 30)], [0, *range(40, 51)]]
@@ -75,9 +75,9 @@ def test_checkpointed_and_tiled_layers_give_the_plain_gradient(tiny_policy):
 
 
 def test_packed_sequences_do_not_see_each_other(tiny_policy):
-    from colab_kit.long_context import Devices, hidden_states, use_packed_attention
+    from colab_kit.long_context import Devices, hidden_states, prepare_model
 
-    use_packed_attention(tiny_policy.model.get_base_model())
+    prepare_model(tiny_policy.model.get_base_model())
     backbone = tiny_policy.model.get_base_model().model
     first, second = [0, *range(5, 30)], [0, *range(40, 51)]
     with torch.no_grad():
