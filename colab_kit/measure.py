@@ -78,7 +78,11 @@ def measure(options: argparse.Namespace) -> None:
         row |= {"status": f"{steps} steps, {(time.perf_counter() - start) / 60:.1f} min"}
         names = ("peak", "awake", "asleep", "kv_cache", "idle", "planned_awake", "planned_asleep")
         row |= {name: last.get(f"memory/{name}_gib") for name in names}
-        row |= {"savings": run.report.savings, "step_s": median(step["step_time"] for step in run.metrics)}
+        row |= {
+            "sequences": settings.completions_per_step,
+            "savings": run.report.savings,
+            "step_s": median(step["step_time"] for step in run.metrics),
+        }
         row |= {"training_s": median(step["time/training"] for step in run.metrics)}
         if policy.ledger:
             row["samples"] = [

@@ -1,0 +1,33 @@
+"""Memory and seconds of a training pass against its length, from what `colab_kit.benchmark rows --out` wrote.
+
+pip install matplotlib
+python docs/plot_lengths.py docs/measured/lengths.json docs/images/lengths.svg
+"""
+
+import json
+import sys
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import pyplot as plt
+
+source, target = sys.argv[1:]
+series: dict[str, list[dict]] = {}
+for row in json.load(open(source)):
+    if row.get("asleep"):
+        series.setdefault(row["name"], []).append(row)
+figure, (memory, seconds) = plt.subplots(1, 2, figsize=(10, 3.8))
+for name, rows in series.items():
+    rows.sort(key=lambda row: row["length"])
+    lengths = [row["length"] / 1024 for row in rows]
+    memory.plot(lengths, [row["asleep"] for row in rows], "o-", label=name)
+    seconds.plot(lengths, [row["training_s"] / row["sequences"] for row in rows], "o-", label=name)
+memory.set(xlabel="tokens a sequence / 1,024", ylabel="GiB at the peak of training, by the driver", ylim=0)
+seconds.set(xlabel="tokens a sequence / 1,024", ylabel="seconds a sequence, training pass", ylim=0)
+memory.legend(frameon=False)
+for axes in (memory, seconds):
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+figure.tight_layout()
+figure.savefig(target, metadata={"Date": None})
