@@ -72,7 +72,9 @@ def measure(options: argparse.Namespace) -> None:
         try:
             run = train_at(policy, settings, length, steps)
         except MemoryError as error:
-            report(row | {"status": "out of memory", "comment": last_line(error)})
+            train_at(policy, settings, lengths[0], 1)  # raises if the process could not go on
+            after = f"; afterwards {lengths[0]:,} tokens trained in the same process"
+            report(row | {"status": "out of memory", "comment": last_line(error) + after})
             break
         last = run.metrics[-1]
         row |= {"status": f"{steps} steps, {(time.perf_counter() - start) / 60:.1f} min"}

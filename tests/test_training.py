@@ -74,6 +74,22 @@ def test_checkpointed_and_tiled_layers_give_the_plain_gradient(tiny_policy):
         assert (grads - plain).norm() <= 1e-6 * plain.norm()
 
 
+def test_the_adapters_forward_and_gradients_are_pefts_own(tiny_policy):
+    from colab_kit.adapter import lora_layers
+
+    for name, layer in lora_layers(tiny_policy.model).items():
+        x = torch.randn(2, 7, layer.in_features, requires_grad=True)
+        torch.nn.init.normal_(layer.lora_B["default"].weight)
+        found = []
+        for forward in (layer.forward, lambda x, layer=layer: type(layer).forward(layer, x)):
+            out = forward(x)
+            weights = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+            found.append([out.detach(), *torch.autograd.grad(out.sin().sum(), [x, *weights])])
+        torch.nn.init.zeros_(layer.lora_B["default"].weight)
+        for mine, pefts in zip(*found, strict=True):
+            assert (mine - pefts).norm() <= 1e-6 * pefts.norm(), name
+
+
 def test_packed_sequences_do_not_see_each_other(tiny_policy):
     from colab_kit.long_context import Devices, hidden_states, prepare_model
 
