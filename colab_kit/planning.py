@@ -166,6 +166,12 @@ def make_plan(settings: Settings, config: Any, free: int, total: int, capability
         reasons.append(f"dtype={dtype}: {why.get(dtype, 'the card has no bfloat16')}")
     elif dtype == "bfloat16" and on_gpu and capability < (8, 0):
         raise ValueError("dtype=bfloat16, but this GPU has no bfloat16: set dtype='float16' or 'auto'")
+    for name, value in (("dtype", dtype), ("vllm_attention_backend", settings.vllm_attention_backend)):
+        if not on_gpu and value not in ("float32", "bfloat16", None):
+            raise ValueError(
+                f"{name}={value!r} needs a GPU and none is here: choose a runtime with one (Colab: Runtime, Change "
+                f"runtime type), or take presets.QUICKSTART, which runs on a CPU"
+            )
     itemsize = getattr(torch, dtype).itemsize
     length = settings.max_model_length
     window = getattr(config, "max_position_embeddings", length)
@@ -183,6 +189,11 @@ def make_plan(settings: Settings, config: Any, free: int, total: int, capability
     else:
         tokens, _ = micro_batch_tokens(config, settings, itemsize, 0, expand)
         needed = activations(config, settings, itemsize, tokens, Devices(), 0)
+        if s.idle > free:
+            raise MemoryError(
+                f"{settings.model_name_or_path} needs about {s.idle / GIB:.1f} GiB of system memory and "
+                f"{free / GIB:.1f} are free: choose a smaller model (presets.QUICKSTART), or a runtime with a GPU"
+            )
     return Plan(settings, dtype, dataclasses.replace(s, activations=needed), kv, tuple(reasons))
 
 

@@ -59,6 +59,17 @@ def test_a_model_that_does_not_fit_is_refused_with_a_way_out():
         on_card(kit.presets.QWEN3_32B_A100, QWEN_32B, 14.3, A100)
 
 
+@pytest.mark.parametrize("changes", [{}, {"dtype": "auto"}])
+def test_a_preset_that_needs_a_gpu_is_refused_without_one_by_name(changes):
+    with pytest.raises(ValueError, match="needs a GPU and none is here: choose a runtime with one.*QUICKSTART"):
+        make_plan(kit.presets.LLAMA31_8B_T4.replace(**changes), LLAMA, 20 * GIB, 24 * GIB, None)
+
+
+def test_a_model_that_system_memory_has_no_room_for_is_refused_on_a_cpu():
+    with pytest.raises(MemoryError, match="of system memory and 12.0 are free"):
+        make_plan(kit.Settings(), QWEN_32B, 12 * GIB, 24 * GIB, None)
+
+
 def test_more_tokens_than_the_models_window_are_refused():
     with pytest.raises(ValueError, match="the model's window has 40960"):
         on_card(kit.presets.QWEN3_32B_A100.replace(max_completion_length=60_000), QWEN_32B, 200, A100)
