@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace) -> None:
             break
         last = run.metrics[-1]
         row |= {"status": f"{steps} steps, {(time.perf_counter() - start) / 60:.1f} min"}
-        names = ("peak", "awake", "asleep", "kv_cache", "idle", "planned_awake", "planned_asleep")
+        names = ("peak", "awake", "asleep", "kv_cache", "planned_awake", "planned_asleep")
         row |= {name: last.get(f"memory/{name}_gib") for name in names}
         row |= {
             "sequences": settings.completions_per_step,
@@ -130,7 +130,9 @@ def passes(options: argparse.Namespace) -> None:
                 idle, start = policy.ledger.sample(), time.perf_counter()
                 try:
                     with torch.autocast("cuda", policy.engine.dtype, policy.engine.dtype != torch.float32):
-                        states = hidden_states(model.model, [sequence], devices, store)
+                        states = hidden_states(
+                            model.model, [sequence], devices, store if devices.activation_offloading else None
+                        )
                         states[-64:].float().pow(2).mean().mul(1e3).backward()
                     torch.cuda.synchronize()
                 except torch.OutOfMemoryError:
@@ -172,7 +174,7 @@ def soak(options: argparse.Namespace) -> None:
     length = int(options.lengths.split(",")[0])
     policy, settings = prepare(options, options.utilization, length)
     train_at(policy, settings, length, 2)  # warm up kernels and buffers
-    report(cycles(policy, settings, length, options.cycles))
+    report(cycles(policy, settings, min(length, 256), options.cycles))
     report(pairs(policy, settings, length, options.steps))
 
 

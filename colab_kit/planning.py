@@ -24,7 +24,7 @@ from .training_pass import (
     micro_batch_tokens,
 )
 
-OVERHEAD_GIB = 1.3
+OVERHEAD_GIB = 1.1
 """CUDA context, kernels' code, CUDA graphs and vLLM's buffers: measured on an H200 (README)"""
 MAX_NUM_BATCHED_TOKENS = 2048
 """tokens of a prefill; more at once would be no faster on a small card and take more memory"""

@@ -179,7 +179,8 @@ class RunMemory:
         ledger, standby, policy = self.policy.ledger, self.policy.standby, self.policy
         if not ledger:
             return {}
-        idle, peaks, kv = ledger.sample(), ledger.peaks, standby.kv_cache_bytes
+        peaks, kv = ledger.peaks, standby.kv_cache_bytes
+        ledger.sample()
         parts = {"weights": policy.weight_bytes, "kv_cache": kv}
         parts["training"] = max(peaks.get("training", 0) - policy.idle_bytes, 0)
         parts["other"] = max(policy.idle_bytes - parts["weights"] - (0 if standby.enabled else kv), 0)
@@ -199,6 +200,6 @@ class RunMemory:
             "memory/planned_awake_gib": (planned.idle + planned.prefill + kv) / GIB,
             "memory/planned_asleep_gib": (planned.idle + planned.gradients + self.pass_bytes + resident) / GIB,
             "memory/peak_gib": max(peaks.values()) / GIB, "memory/asleep_gib": peaks.get("training", 0) / GIB,
-            "memory/awake_gib": peaks.get("generating", 0) / GIB, "memory/idle_gib": idle / GIB,
+            "memory/awake_gib": peaks.get("generating", 0) / GIB,
             "memory/kv_cache_gib": kv / GIB, "memory/freed_gib": standby.freed_bytes / GIB,
         }  # fmt: skip

@@ -71,11 +71,12 @@ def activations(config: Any, s: Settings, itemsize: int, tokens: int, devices: D
         return d.layers * tokens * itemsize * (8 * d.h + 4 * d.q + 5 * d.inter) + head
     states = d.layers * tokens * d.h * itemsize
     kept = max(states - host, 0) if devices.activation_offloading else states
-    attention = tokens * (4 * d.h + 8 * d.q + 4 * d.kv)
+    attention = tokens * (6 * d.h + (10 if devices.expand_kv else 8) * d.q + 4 * d.kv)
     tile = min(tokens, devices.mlp_tile_tokens or tokens)
     weights = 2 * d.inter * d.h if s.load_in_4bit else 0
-    mlp = tokens * (5 * d.h + 2 * d.q + 2 * d.kv) + tile * 8 * d.inter + weights
-    return int(kept + max(itemsize * max(attention, mlp), head))
+    mlp = tokens * (5 * d.h + 2 * d.q + 2 * d.kv) + tile * (5.5 if tile == tokens else 7.5) * d.inter + weights
+    gaps = 1.15 if tokens > 4096 else 1.0  # between blocks of many sizes: what the driver counts over the tensors
+    return int(kept + max(itemsize * gaps * max(attention, mlp), head))
 
 
 def choose_devices(
@@ -85,7 +86,8 @@ def choose_devices(
 
     What the settings fix stays fixed. Raises: MemoryError with the longest sequence that would fit.
     """
-    order = ((False, None), (False, 4096), (True, 4096), (True, 1024))
+    tiles = (None,) if tokens <= 8192 else ()  # one piece of more is hardly faster and leaves wide gaps
+    order = [*((False, tile) for tile in (*tiles, 4096)), (True, 4096), (True, 1024)]
     found = []
     for offloading, tile in order:
         if s.activation_offloading is not None:
