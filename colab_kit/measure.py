@@ -175,7 +175,8 @@ def soak(options: argparse.Namespace) -> None:
     policy, settings = prepare(options, options.utilization, length)
     train_at(policy, settings, length, 2)  # warm up kernels and buffers
     report(cycles(policy, settings, min(length, 256), options.cycles))
-    report(pairs(policy, settings, length, options.steps))
+    if options.steps:
+        report(pairs(policy, settings, length, options.steps))
 
 
 def pairs(policy, settings: Settings, length: int, count: int) -> dict:
