@@ -22,6 +22,8 @@ import platform
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from .measure import measure, passes, soak
@@ -59,16 +61,23 @@ def smaller_card(gib: float | None):
         process.wait()
 
 
-def in_fresh_process(arguments: list[str], standby: int, timeout: float) -> list[dict]:
+def in_fresh_process(arguments: list[str], standby: int, timeout: float) -> Iterator[dict]:
+    """The results of one configuration, each as soon as it is there."""
     environment = os.environ | {"UNSLOTH_VLLM_STANDBY": str(standby), "COLAB_KIT_DASHBOARD": "off"}
-    command = [sys.executable, "-m", "colab_kit.benchmark", *arguments]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-        text, error = done.stdout, done.stderr
-    except subprocess.TimeoutExpired as expired:
-        text, error = (expired.stdout or b"").decode(), f"stopped after {timeout:.0f} s"
-    rows = [json.loads(line[7:]) for line in text.splitlines() if line.startswith("RESULT ")]
-    return rows or [{"status": "failed", "comment": "\n".join(error.strip().splitlines()[-3:])[-400:]}]
+    command = [sys.executable, "-u", "-m", "colab_kit.benchmark", *arguments]
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        stop = threading.Timer(timeout, process.kill)
+        stop.start()
+        for line in process.stdout:
+            if line.startswith("RESULT "):
+                yield json.loads(line[7:])
+        code, in_time = process.wait(), stop.is_alive()
+        stop.cancel()
+        if code:
+            errors.seek(0)
+            why = "\n".join(errors.read().strip().splitlines()[-3:])[-400:]
+            yield {"status": "failed", "comment": why} if in_time else {"status": f"stopped after {timeout:.0f} s"}
 
 
 def rows(options: argparse.Namespace, passed: list[str]) -> list[dict]:
@@ -76,14 +85,15 @@ def rows(options: argparse.Namespace, passed: list[str]) -> list[dict]:
     with smaller_card(options.card):
         for standby, utilization in [ROWS[int(i)] for i in options.row.split(",")]:
             share = ["--utilization", str(utilization)] if utilization else []
-            found = in_fresh_process(["measure", *passed, *share], standby, options.timeout)
-            for row in found:
-                row |= {"standby": standby, "utilization": utilization}
+            for row in in_fresh_process(["measure", *passed, *share], standby, options.timeout):
+                row |= {"standby": standby, "utilization": utilization, "name": options.name}
                 if "kernels" in row:
                     print(json.dumps(row["kernels"], indent=1), flush=True)
                     continue
                 results.append(row)
                 print(markdown([row], header=len(results) == 1), flush=True)
+                if options.out:
+                    options.out.write_text(json.dumps(results))
     return results
 
 
@@ -179,6 +189,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--row", default="0,1,2,3,4,5", help="which rows, by number; 6 and 7: as the plan chooses")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one configuration")
     parser.add_argument("--work", default=str(Path(tempfile.gettempdir()) / "colab_kit_benchmark"))
+    parser.add_argument("--name", help="what to call these results, for a plot")
     parser.add_argument("--out", type=Path, help="write the results here as JSON")
     return parser.parse_args(arguments)
 
@@ -199,9 +210,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name in "card dtype attention sdpa lengths completion generations accumulation rank steps work".split():
         if getattr(options, name) is not None:
             passed += [f"--{name}", str(getattr(options, name))]
-    results = rows(options, passed)
-    if options.out:
-        options.out.write_text(json.dumps(results))
+    rows(options, passed)
 
 
 if __name__ == "__main__":

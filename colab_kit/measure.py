@@ -32,7 +32,7 @@ def alternating(completions, **_):
     return [float(i % 2) for i in range(len(completions))]
 
 
-def train_at(policy, settings: Settings, length: int, steps: int):
+def train_at(policy, settings: Settings, length: int, steps: int, callbacks=()):
     """`steps` whole steps on sequences of `length` tokens: as many a micro-batch as make 8,192 tokens, at least one."""
     from . import train
 
@@ -44,7 +44,7 @@ def train_at(policy, settings: Settings, length: int, steps: int):
     changed = settings.replace(
         max_steps=steps, max_tokens_per_micro_batch=together, max_prompt_length=length - settings.max_completion_length
     )
-    return train(policy, rows, [alternating], changed)
+    return train(policy, rows, [alternating], changed, callbacks=callbacks)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -180,21 +180,29 @@ def soak(options: argparse.Namespace) -> None:
 
 
 def pairs(policy, settings: Settings, length: int, count: int) -> dict:
-    """Steps with and without Standby in turn: medians and their ratio."""
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for i in range(count):
-        for enabled in (True, False) if i % 2 else (False, True):
-            policy.standby.wake()
-            policy.standby.enabled = enabled and policy.engine.can_release
-            policy.standby.sleep()
-            seconds[enabled].append(train_at(policy, settings, length, 1).metrics[0]["step_time"])
-    with_standby, without = median(seconds[True]), median(seconds[False])
-    each = {str(key): [round(value, 3) for value in values] for key, values in seconds.items()}
+    """Steps of one run with and without Standby in turn: medians and their ratio."""
+    turns = [bool(i % 2) == (i // 2 % 2 == 0) for i in range(2 * count)]  # off on on off off on ...
+
+    def switch(step: int) -> None:
+        policy.standby.wake()
+        policy.standby.enabled = turns[step % len(turns)] and policy.engine.can_release
+        policy.standby.sleep()
+
+    switch(0)
+    run = train_at(policy, settings, length, len(turns), [AfterStep(switch)])
+    seconds = {
+        on: [row["step_time"] for row, turn in zip(run.metrics, turns, strict=True) if turn == on] for on in (1, 0)
+    }
+    policy.standby.wake()
+    policy.standby.enabled = policy.engine.can_release
+    policy.standby.sleep()
+    with_standby, without = median(seconds[1]), median(seconds[0])
+    each = {"each_with_s": seconds[1], "each_without_s": seconds[0]}
     return {"length": length, "with_s": with_standby, "without_s": without, "ratio": with_standby / without} | each
 
 
 def cycles(policy, settings: Settings, length: int, count: int) -> dict:
-    """Training steps, each after a wake and before a sleep; greedy output before and after a cycle; drift."""
+    """Whole steps, each with a wake, a generation and a sleep; greedy output before and after a cycle; drift."""
 
     def greedy(awake: bool):
         prompts = [[5 + (i * j) % 300 for i in range(32)] for j in range(4)]
@@ -205,15 +213,15 @@ def cycles(policy, settings: Settings, length: int, count: int) -> dict:
             groups = policy.engine.generate(prompts, temperature=0, max_tokens=min(64, length - 32))
         return [group[0].token_ids for group in groups]
 
-    same = greedy(awake=True) == greedy(awake=False)
-    sleeps, wakes, resident = [], [], []
-    short = settings.replace(max_completion_length=8, max_prompt_length=length - 8)
-    for _ in range(count):
-        train_at(policy, short, length, 1)
+    def note(step: int) -> None:
         sleeps.append(policy.standby.sleep_seconds)
         wakes.append(policy.standby.wake_seconds)
         policy.engine.give_back_cached_blocks()
         resident.append(policy.ledger.sample() / 2**20 if policy.ledger else 0.0)
+
+    same = greedy(awake=True) == greedy(awake=False)
+    sleeps, wakes, resident = [], [], []
+    train_at(policy, settings.replace(max_completion_length=8), length, count, [AfterStep(note)])
     quarter = count // 4
     return {
         "cycles": count, "sleep_ms": 1e3 * median(sleeps), "wake_ms": 1e3 * median(wakes),
@@ -221,6 +229,17 @@ def cycles(policy, settings: Settings, length: int, count: int) -> dict:
         "spread_mib": max(resident[quarter:]) - min(resident[quarter:]),
         "kv_cache_gib": policy.standby.kv_cache_bytes / 2**30, "idle_gib": policy.idle_bytes / 2**30,
     }  # fmt: skip
+
+
+def AfterStep(call):
+    """A transformers callback that calls `call(steps done)` after each step."""
+    from transformers import TrainerCallback
+
+    class Callback(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            call(state.global_step)
+
+    return Callback()
 
 
 def kernels(policy) -> dict[str, int]:
