@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test lint learning colab-like clean
+.PHONY: demo test lint soak learning colab-like clean
 
 # Made anew when the pins change; `preflight` turns a wrong combination of packages into one clear line.
 $(VENV)/.ready: requirements-cpu.txt
@@ -23,6 +23,10 @@ test: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# Two minutes of steps with every fault: is anything lost, does memory grow?
+soak: $(VENV)/.ready
+	$(BIN)/python -m colab_kit.soak --minutes 2
 
 # Three seeds of the quickstart's own cells: does the mean reward rise by a fifth of its range?
 learning: $(VENV)/.ready

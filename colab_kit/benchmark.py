@@ -167,28 +167,44 @@ def versions() -> str:
     return f"Python {platform.python_version()}, " + ", ".join(found)
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("rows", "soak", "passes", "measure"))
-    parser.add_argument("--model", default="qwen3_4b")
+def add_engine_arguments(parser: argparse.ArgumentParser, model: str, rank: int) -> None:
+    """The options of everything that loads an engine to measure it."""
+    parser.add_argument("--model", default=model, help="one of colab_kit.shapes, or a model's name or folder")
     parser.add_argument("--16bit", dest="sixteen", action="store_true", help="16-bit LoRA in the place of 4 bits")
+    parser.add_argument("--rank", type=int, default=rank)
     parser.add_argument("--card", type=float, help="GiB of the card to emulate")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--attention", help="vLLM's attention backend")
+    parser.add_argument("--sdpa", help="torch's attention kernel while training: efficient is what a T4 uses")
+    parser.add_argument("--work", default=str(Path(tempfile.gettempdir()) / "colab_kit_benchmark"))
+
+
+def random_model(options: argparse.Namespace) -> str:
+    """The folder of `--model`'s random weights, written once, by a process that takes its memory with it."""
+    if options.model not in SHAPES:
+        return options.model
+    folder = Path(options.work) / (options.model + ("-16bit" if options.sixteen else ""))
+    if not (folder / "tokenizer_config.json").exists():
+        command = [sys.executable, "-m", "colab_kit.shapes", options.model, str(folder)]
+        subprocess.run(command + ["--16bit"] * options.sixteen, check=True, stdout=subprocess.DEVNULL)
+    return str(folder)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("rows", "soak", "passes", "measure"))
+    add_engine_arguments(parser, model="qwen3_4b", rank=32)
     parser.add_argument("--lengths", default="1024,4096", help="tokens a sequence, ascending; stops when memory does")
     parser.add_argument("--completion", type=int, default=128, help="tokens sampled of them")
     parser.add_argument("--generations", type=int, default=2)
     parser.add_argument("--accumulation", type=int, default=2)
-    parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--cycles", type=int, default=200)
-    parser.add_argument("--sdpa", help="torch's attention kernel while training: efficient is what a T4 uses")
     parser.add_argument("--kernels", action="store_true", help="list the 4-bit kernels that decoding runs")
     parser.add_argument("--utilization", type=float)
     parser.add_argument("--peak-tflops", type=float, default=989, help="of the card, for FLOP/s utilization (H100)")
     parser.add_argument("--row", default="0,1,2,3,4,5", help="which rows, by number; 6 and 7: as the plan chooses")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one configuration")
-    parser.add_argument("--work", default=str(Path(tempfile.gettempdir()) / "colab_kit_benchmark"))
     parser.add_argument("--name", help="what to call these results, for a plot")
     parser.add_argument("--out", type=Path, help="write the results here as JSON")
     return parser.parse_args(arguments)
@@ -196,12 +212,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    if options.model in SHAPES:
-        folder = Path(options.work) / (options.model + ("-16bit" if options.sixteen else ""))
-        if not (folder / "tokenizer_config.json").exists():
-            command = [sys.executable, "-m", "colab_kit.shapes", options.model, str(folder)]
-            subprocess.run(command + ["--16bit"] * options.sixteen, check=True)
-        options.model = str(folder)
+    options.model = random_model(options)
     if options.what != "rows":
         {"measure": measure, "soak": soak, "passes": passes}[options.what](options)
         return
