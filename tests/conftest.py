@@ -2,8 +2,11 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 os.environ.setdefault("UNSLOTH_VLLM_STANDBY", "1")
 os.environ["COLAB_KIT_CI"] = "1"  # the notebooks' smaller numbers; kernels inherit it
@@ -69,3 +72,67 @@ def in_fresh_process():
         return json.loads(done.stdout.strip().splitlines()[-1])
 
     return run
+
+
+@pytest.fixture
+def policy(tiny_policy, tmp_path, monkeypatch):
+    """The tiny policy with a fresh adapter and settings of its own: linear schedule, warm-up, dropout."""
+    monkeypatch.setenv("COLAB_KIT_DASHBOARD", "off")
+    from small_runs import STEPS
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    before = tiny_policy.settings
+    fresh = before.replace(
+        output_dir=str(tmp_path / "run"), max_steps=STEPS, lr_scheduler_type="linear", warmup_steps=2
+    )
+    tiny_policy.settings = fresh
+    start = {key: value.clone() for key, value in tiny_policy.model.state_dict().items() if "lora_" in key}
+    yield tiny_policy
+    signal.signal(signal.SIGINT, handler)
+    kit.load(before)
+    tiny_policy.model.load_state_dict(start, strict=False)
+    tiny_policy.sync()
+
+
+@pytest.fixture(scope="session")
+def uninterrupted_run(tiny_policy, tmp_path_factory):
+    """What the run gives when nothing happens: figures, prompts, adapter."""
+    from small_runs import ROWS, STEPS, Reward, adapter, figures, same
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLAB_KIT_DASHBOARD", "off")
+        start, reward = adapter(tiny_policy), Reward()
+        settings = tiny_policy.settings.replace(
+            output_dir=str(tmp_path_factory.mktemp("whole")),
+            max_steps=STEPS,
+            lr_scheduler_type="linear",
+            warmup_steps=2,
+        )
+        run = kit.train(tiny_policy, ROWS, reward, settings)
+        end = adapter(tiny_policy)
+        tiny_policy.model.load_state_dict(start, strict=False)
+        tiny_policy.sync()
+    assert not same(start, end)
+    return figures(run), reward.prompts, end
+
+
+@pytest.fixture(scope="session")
+def saved(tiny_policy, tmp_path_factory):
+    """A folder with checkpoints of steps 1 to 3."""
+    from small_runs import ROWS, Reward, adapter
+
+    folder, start = tmp_path_factory.mktemp("saved"), adapter(tiny_policy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLAB_KIT_DASHBOARD", "off")
+        settings = tiny_policy.settings.replace(
+            output_dir=str(folder), max_steps=3, save_steps=1, save_total_limit=3, learning_rate=5e-3
+        )
+        kit.train(tiny_policy, ROWS, Reward(), settings)
+    tiny_policy.model.load_state_dict(start, strict=False)
+    tiny_policy.sync()
+    return folder
+
+
+@pytest.fixture
+def saved_copy(saved, tmp_path):
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
