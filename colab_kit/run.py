@@ -129,6 +129,12 @@ class Callbacks:
             self.control = self.handler.on_log(self.args, self.state, self.control, metrics)
         return self.control
 
+    def saved(self, step: int) -> None:
+        """A checkpoint is in `args.output_dir`. A run that ends before its time saves after `on_train_end`."""
+        self.state.global_step = step
+        if self.handler:
+            self.control = self.handler.on_save(self.args, self.state, self.control)
+
     def __exit__(self, *_: Any) -> None:
         if self.handler:
             self.control = self.handler.on_train_end(self.args, self.state, self.control)

@@ -42,7 +42,8 @@ class Checkpoints:
             self.save()
 
     def save(self) -> bool:
-        """A checkpoint of the last whole step, if there is none yet. A disk that fails is reported, not raised."""
+        """A checkpoint of the last whole step, if there is none yet, and the callbacks' `on_save`. A disk that fails is
+        reported, not raised."""
         step = self.trainer.steps_done
         if step == self.saved_step:
             return True
@@ -56,6 +57,8 @@ class Checkpoints:
         except OSError as error:
             what = "was written, but old ones could not be removed" if self.saved_step == step else "was not written"
             print(f"the checkpoint of step {step} {what} ({error}); training goes on")
+        if self.saved_step == step:
+            self.trainer.callbacks.saved(step)
         return self.saved_step == step
 
     def _set_earlier_aside(self) -> None:
@@ -120,7 +123,11 @@ class Rescue(OneInterrupt):
             return f"{said}, half-way through the update of step {step + 1}, so this state is not saved; {kept}"
         if not step:
             return f"{said}: nothing was learned yet, so there is nothing to save"
-        if saves.save():
+        try:
+            saves.save()
+        except Exception:  # a callback's on_save: what ended the run is passed on, not this
+            traceback.print_exc()
+        if saves.saved_step == step:
             return f"{said} ({saves.last}); {how}"
         kept = f"the last checkpoint is {saves.last}" if saves.last else "there is no checkpoint"
         return f"{said}; {kept}. The adapter is still in memory: policy.save(folder) keeps it"

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from small_runs import ROWS, STEPS, FaultyFiles, Reward, adapter, content_of, same, steps_of
+from small_runs import ROWS, STEPS, FaultyFiles, Reward, adapter, content_of, fail, press_stop, same, steps_of
 
 import colab_kit as kit
 from colab_kit import checkpoint
@@ -134,3 +134,34 @@ def test_saving_by_minutes(policy, monkeypatch):
     monkeypatch.setattr(saves.time, "monotonic", lambda: next(clock))
     kit.train(policy, ROWS, Reward(), policy.settings.replace(save_minutes=1, max_steps=4, save_total_limit=9))
     assert 1 < len(steps_of(policy.settings.output_dir)) <= 4
+
+
+@pytest.mark.parametrize("ends", ["done", "interrupted"])
+def test_on_save_comes_when_the_checkpoint_is_there(policy, ends):
+    from transformers import TrainerCallback
+
+    saved = []
+
+    class Uploads(TrainerCallback):
+        def on_save(self, args, state, control, **_):
+            checkpoint.read(f"{args.output_dir}/checkpoint-{state.global_step}")
+            saved.append(state.global_step)
+
+    reward = Reward({4: press_stop} if ends == "interrupted" else None)
+    kit.train(policy, ROWS, reward, policy.settings.replace(save_steps=2), callbacks=[Uploads()])
+    assert saved == ([2, 4] if ends == "done" else [2, 3])
+
+
+def test_a_fault_in_on_save_neither_loses_the_checkpoint_nor_hides_an_interrupt(policy, capsys):
+    from transformers import TrainerCallback
+
+    class Fails(TrainerCallback):
+        def on_save(self, *_, **__):
+            fail()
+
+    with pytest.raises(RuntimeError, match="has a fault"):
+        kit.train(policy, ROWS, Reward(), policy.settings.replace(save_steps=1), callbacks=[Fails()])
+    assert steps_of(policy.settings.output_dir) == [1]
+    run = kit.train(policy, ROWS, Reward({2: press_stop}), callbacks=[Fails()], resume=True)
+    assert run.status == "interrupted" and steps_of(policy.settings.output_dir) == [1, 2]
+    assert "Interrupted after step 2" in capsys.readouterr().out
