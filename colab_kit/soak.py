@@ -47,9 +47,9 @@ WRITER = """
 import sys, itertools
 from pathlib import Path
 from colab_kit import checkpoint
-source, folder = map(Path, sys.argv[1:])
+source, folder = map(Path, sys.argv[1:3])
 content = {name: (source / name).read_bytes() for name in checkpoint.FILES}
-for step in itertools.count(1):
+for step in itertools.count(int(sys.argv[3])):
     checkpoint.write(folder, step, content)
     print(step, flush=True)
 """
@@ -165,7 +165,7 @@ class Soak:
         with tempfile.TemporaryDirectory(dir=self.folder) as place:
             source = self.checkpoint.folders(self.settings.output_dir)[-1]
             child = subprocess.Popen(
-                [sys.executable, "-c", WRITER, source, place], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                [sys.executable, "-c", WRITER, source, place, "1"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                 text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # it writes files only
             )  # fmt: skip
             finished = [int(child.stdout.readline())]

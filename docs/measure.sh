@@ -4,6 +4,7 @@
 #     bash docs/measure.sh standby FOLDER      # about 10 minutes on an H200
 #     bash docs/measure.sh lengths FOLDER      # about 15
 #     bash docs/measure.sh cycles  FOLDER      # about 8
+#     bash docs/measure.sh soak    FOLDER      # 20 minutes of faults, and a load
 #
 # Several cards: one part each, with CUDA_VISIBLE_DEVICES. A smaller card is emulated by a second process that holds the
 # rest, so nothing else may use the card meanwhile. The first engine on a machine compiles kernels for a minute more.
@@ -42,5 +43,10 @@ cycles)
     grep --line-buffered RESULT | tee "$out/cycles.txt"
   python3 -m colab_kit.benchmark passes $eight --lengths 4096,16384,65536 --steps 2 --utilization 0.3 |
     grep --line-buffered RESULT | tee "$out/passes.txt"
+  ;;
+soak)
+  set -o pipefail # its exit code says whether something was lost
+  t4="--model llama31_8b --card 14.56 --dtype float16 --attention TRITON_ATTN --sdpa efficient --rank 32"
+  python3 -m colab_kit.soak --minutes 20 $t4 --prompt 512 --completion 256 | tee "$out/soak.txt"
   ;;
 esac

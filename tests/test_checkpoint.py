@@ -13,6 +13,7 @@ from small_runs import ROWS, STEPS, FaultyFiles, Reward, adapter, content_of, fa
 
 import colab_kit as kit
 from colab_kit import checkpoint
+from colab_kit.soak import WRITER
 
 
 class Killed(BaseException):
@@ -54,23 +55,9 @@ def test_a_disk_that_fails_is_said_in_a_line_and_training_goes_on(policy, uninte
         policy.model.load_state_dict(start, strict=False)
 
 
-CHILD = """
-import sys
-from pathlib import Path
-from colab_kit import checkpoint
-folder, source = Path(sys.argv[1]), Path(sys.argv[2])
-content = {name: (source / name).read_bytes() for name in checkpoint.FILES}
-step = 100
-while True:
-    checkpoint.write(folder, step, content)
-    print(step, flush=True)
-    step += 1
-"""
-
-
 def test_kill_9_during_a_save_loses_none_that_was_finished(saved_copy):
     for pause in (0.013, 0.031):
-        command = [sys.executable, "-c", CHILD, str(saved_copy), str(saved_copy / "checkpoint-3")]
+        command = [sys.executable, "-c", WRITER, str(saved_copy / "checkpoint-3"), str(saved_copy), "100"]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         child.stdout.readline()
         time.sleep(pause)

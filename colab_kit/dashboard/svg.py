@@ -140,7 +140,6 @@ def plot(
     shades: Sequence[tuple[float, float]] = (),
     rules: Sequence[tuple[float, str]] = (),
     floor: float | None = None,
-    unit: str = "",
 ) -> str:
     """Lines over an axis with labels, `height` px high whatever it holds.
 
@@ -167,7 +166,7 @@ def plot(
     body += [stroke(path, line) for line in lines if (path := scale.path(line.points))]
     labels = "".join(
         f'<span style="position:absolute;right:0;top:{100 * (1 - index / (len(marks) - 1)):.1f}%;'
-        f'transform:translateY(-50%)">{axis(mark, marks)}{unit}</span>'
+        f'transform:translateY(-50%)">{axis(mark, marks)}</span>'
         for index, mark in enumerate(marks)
     )
     return (
