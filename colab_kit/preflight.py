@@ -93,8 +93,10 @@ class Row:
 class Preflight:
     """The table: what was found, whether that is well, what to do if not."""
 
-    def __init__(self, title: str, rows: list[Row]) -> None:
+    def __init__(self, title: str, rows: list[Row], report: str = "") -> None:
         self.title, self.rows = title, rows
+        self.report = report
+        """text to paste into a report, where a deep check failed"""
 
     @property
     def problems(self) -> list[Row]:
@@ -116,7 +118,7 @@ class Preflight:
             f"{'ok     ' if row.ok else 'problem'}  {row.what:<{width}}  {row.found:<{shown}}  {row.todo}".rstrip()
             for row in self.rows
         ]
-        return "\n".join([self.title, *lines])
+        return "\n".join([self.title, *lines, self.report]).rstrip()
 
     def _repr_html_(self) -> str:
         cell = 'style="text-align:left;vertical-align:top;padding:3px 14px 3px 0"'
@@ -126,14 +128,16 @@ class Preflight:
             values = "".join(f"<td {cell}>{html.escape(text)}</td>" for text in (row.found, row.todo))
             lines.append(f"<tr><td {cell}>{mark}</td><th {cell}>{html.escape(row.what)}</th>{values}</tr>")
         head = "".join(f"<th {cell}>{text}</th>" for text in ("", "", "found", "what to do"))
-        return f"<b>{html.escape(self.title)}</b><table><tr>{head}</tr>{''.join(lines)}</table>"
+        report = f"<pre>{html.escape(self.report)}</pre>" if self.report else ""
+        return f"<b>{html.escape(self.title)}</b><table><tr>{head}</tr>{''.join(lines)}</table>{report}"
 
 
-def preflight(preset: Any = None, imports: bool = True) -> Preflight:
+def preflight(preset: Any = None, imports: bool = True, deep: bool = False) -> Preflight:
     """A table of GPU, memory, driver, system memory, disk, Python and packages, each with what to do if it won't do.
 
     `preset`: "t4", "a100", "cpu", or settings; None checks only the packages and what any preset needs. With
-    COLAB_KIT_CI=1, "cpu". `imports`: also import what training will import, if the versions fit.
+    COLAB_KIT_CI=1, "cpu". `imports`: also import what training will import, if the versions fit. `deep`: then also let
+    a small engine generate, sleep, wake and train on this card, in a process of its own (`trial`; up to two minutes).
     """
     key = _key(preset)
     need = NEEDS.get(key or "")
@@ -141,7 +145,26 @@ def preflight(preset: Any = None, imports: bool = True) -> Preflight:
     rows = _gpu_rows(gpu, key) + _machine_rows(need) + package_rows(imports)
     found = "yes" if hub_token() else "none; only gated models and uploads need one"
     rows.append(Row("hub token", found))
-    return Preflight(f"This machine, for {need.what}" if need else "This machine", rows)
+    checked = Preflight(f"This machine, for {need.what}" if need else "This machine", rows)
+    if deep:
+        _try(checked, key or ("cpu" if gpu is None else "t4"))
+    return checked
+
+
+def _try(checked: Preflight, key: str) -> None:
+    """Adds the rows of a trial."""
+    loaded = sys.modules.get(f"{__package__}.policy")
+    reason = "the problems above come first" if checked.problems else ""
+    if loaded is not None and loaded._loaded is not None:
+        reason = "this kernel's own engine holds the memory; restart the runtime and check before loading"
+    if reason:
+        checked.rows.append(Row("trial", f"not run: {reason}"))
+        return
+    from .trial import trial
+
+    found, checked.report = trial(key)
+    advice = "paste the text below into a report"
+    checked.rows += [Row(what, text, problem and f"{problem}: {advice}") for what, text, problem in found]
 
 
 def _key(preset: Any) -> str | None:
@@ -258,8 +281,8 @@ def main() -> int:
 class _Callable(types.ModuleType):
     """`kit.preflight("t4")` must work however this module was imported first."""
 
-    def __call__(self, preset: Any = None, imports: bool = True) -> Preflight:
-        return preflight(preset, imports)
+    def __call__(self, preset: Any = None, imports: bool = True, deep: bool = False) -> Preflight:
+        return preflight(preset, imports, deep)
 
 
 if __name__ == "__main__":

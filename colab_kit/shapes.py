@@ -50,14 +50,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def write_checkpoint(name: str, folder: str | Path, *, load_in_4bit: bool = True, seed: int = 0) -> Path:
-    """Write a random checkpoint of SHAPES[name] into `folder`, layer by layer; returns the folder."""
+def write_checkpoint(
+    name: str, folder: str | Path, *, load_in_4bit: bool = True, seed: int = 0, **changes: Any
+) -> Path:
+    """Write a random checkpoint of SHAPES[name] into `folder`, layer by layer; returns the folder.
+
+    `changes`: other values of its config, `num_hidden_layers=2` say.
+    """
     import torch
     from safetensors.torch import save_file
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = SHAPES[name]
+    config = SHAPES[name] | changes
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
     h, kv = config["hidden_size"], config["num_key_value_heads"] * config["head_dim"]
