@@ -282,15 +282,18 @@ def real_file_descriptors():
     """vLLM asks `sys.stdout.fileno()` while starting; a notebook's stdout has none to give."""
     try:
         sys.stdout.fileno()
-        yield
+        notebook_stdout = None
     except (AttributeError, OSError, ValueError):
         notebook_stdout = sys.stdout
-        with open(1, "w", closefd=False) as process_stdout:
-            sys.stdout = process_stdout
-            try:
-                yield
-            finally:
-                sys.stdout = notebook_stdout
+    if notebook_stdout is None:  # outside the try: an error of the start itself must pass unchanged
+        yield
+        return
+    with open(1, "w", closefd=False) as process_stdout:
+        sys.stdout = process_stdout
+        try:
+            yield
+        finally:
+            sys.stdout = notebook_stdout
 
 
 def _completion(sample: Any) -> Completion:
