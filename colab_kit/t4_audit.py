@@ -1,37 +1,206 @@
 """Will a T4 run every GPU kernel of a training step? Asked without a T4.
 
-    python -m colab_kit.t4_audit record FILE                   # on any newer GPU: steps of the T4 preset
-    python -m colab_kit.t4_audit triton FILE                   # anywhere: compile its Triton kernels for sm_75
-    python -m colab_kit.t4_audit wheels FILE --wheels FOLDER   # anywhere: is there sm_75 code for the others
+    python -m colab_kit.t4_audit triton                       # anywhere: vLLM's Triton kernels, compiled for sm_75
+    python -m colab_kit.t4_audit wheels FOLDER [--record R]   # anywhere: is there sm_75 code in the pinned wheels
+    python -m colab_kit.t4_audit record R                     # on any newer GPU: every kernel of whole steps
 
-`record` runs whole steps of the preset over a model with two layers of Llama-3.1-8B's shapes while the card says that
-it is a T4 (capability 7.5, 40 multiprocessors) to all who choose a kernel by that, and writes down every kernel.
-`wheels` looks into the libraries of unpacked wheels with NVIDIA's cuobjdump (`pip install nvidia-cuda-cuobjdump`).
+`triton` calls vLLM's own launchers with the preset's shapes, on a driver that is not there and says it is a T4, and
+compiles what they ask for down to machine code. `wheels` looks into unpacked wheels with NVIDIA's cuobjdump (`pip
+install nvidia-cuda-cuobjdump`). `record` runs steps of the preset over two layers of Llama-3.1-8B's shapes on a card
+that poses as a T4 to all who choose a kernel by that; its list is then what `wheels` looks for.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
-import importlib.util
+import importlib.metadata
 import json
 import os
 import re
-import shutil
 import subprocess
 import tempfile
+import types
 from pathlib import Path
 from typing import Any
 
 from . import presets
-from .benchmark import versions
+from .shapes import SHAPES, write_checkpoint
 
 CAPABILITY, MULTIPROCESSORS = (7, 5), 40
 SHARED_BYTES = 64 * 1024
 """shared memory that one block of a T4 may have"""
 FOREIGN = re.compile(r"\.(?:bf16|e[45]m[23])\w*|\bcp\.async|\bmbarrier|\bwgmma|\.target sm_(?!75)")
 """what sm_75 does not have, as PTX writes it"""
+EXPECTED = (
+    "vllm::rms_norm_kernel<c10::Half", "vllm::fused_add_rms_norm_kernel<c10::Half",
+    "vllm::rotary_embedding_kernel<c10::Half", "vllm::act_and_mul_kernel<c10::Half",
+    "gemm_4bit_simt<__half, 6>", "gemm_4bit_sm75_m16n8k8<__half", "kDequantizeBlockwise<__half",
+    "kOptimizerStatic8bit2StateBlockwise<float", "fmha_cutlassF_f16_aligned_32x128_rf_sm75",
+    "fmha_cutlassB_f16_aligned_64x64_k128_sm75", "vectorized_elementwise_kernel", "native::reduce_kernel",
+    "cunn_SoftMaxForward", "native::vectorized_gather_kernel", "CatArrayBatchedCopy", "multi_tensor_apply",
+    "distribution_elementwise",
+)  # fmt: skip
+"""what a step is known to launch, from the sources; `record` replaces it by what was seen"""
+CUBLAS = re.compile(r"nvjet|cublas|xmma|cutlass::Kernel|gemvx|gemmk1|splitK")
+"""cuBLAS chooses among its kernels by the card: there the library must hold sm_75 code"""
+
+
+# --- Triton --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def compilations(card: Any = None):
+    """A list that fills with (source, options) of each Triton compilation.
+
+    They are compiled for `card`, whatever target is asked for; with None they are only noted, and launched nowhere.
+    """
+    import triton
+    import triton.compiler.compiler as compiler
+
+    found, real, owners = [], compiler.compile, (triton, triton.compiler, compiler)
+    nothing = dict.fromkeys(("launch_metadata", "run"), lambda *args: None)
+    not_launched = types.SimpleNamespace(**nothing, function=None, packed_metadata=None)
+
+    def compile(src, target=None, options=None, **more):
+        found.append((src, dict(options or {})))
+        return real(src, target=card, options=options, **more) if card else not_launched
+
+    for owner in owners:
+        owner.compile = compile
+    try:
+        yield found
+    finally:
+        for owner in owners:
+            owner.compile = real
+
+
+def for_t4(found: list[tuple[Any, dict]]) -> list[dict[str, Any]]:
+    """Each compilation again, for sm_75, down to machine code; one row for each different outcome.
+
+    `constants`: the tile sizes; `shared`: bytes of shared memory; `matrix_units`: whether its `tl.dot` runs on them,
+    None without one; `problem`: "" if a T4 can run it.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    rows = []
+    for src, options in found:
+        keep = {name: options[name] for name in ("num_warps", "num_stages", "launch_pdl", "maxnreg") if name in options}
+        tiles = {src.fn.arg_names[key[0]]: value for key, value in src.constants.items() if type(value) in (int, bool)}
+        tiles = {name: int(value) for name, value in tiles.items() if re.match("BLOCK_.$|TILE|SPLIT|IS_3D", name)}
+        row = {"name": src.fn.fn.__name__, "constants": tiles, "options": keep, "shared": None, "matrix_units": None}
+        try:
+            kernel = triton.compile(src, target=GPUTarget("cuda", 75, 32), options=keep)
+            row["shared"] = kernel.metadata.shared
+            if "tt.dot" in kernel.asm["ttir"]:
+                row["matrix_units"] = "mma.sync" in kernel.asm["ptx"]
+            foreign = sorted(set(FOREIGN.findall(kernel.asm["ptx"])))
+            row["problem"] = f"sm_75 lacks {', '.join(foreign)}" if foreign else ""
+            if kernel.metadata.shared > SHARED_BYTES:
+                row["problem"] = f"{kernel.metadata.shared} bytes of shared memory, a T4 has {SHARED_BYTES}"
+        except Exception as error:  # whatever the compiler raises is the finding
+            row["problem"] = f"{type(error).__name__}: {str(error).strip()[:300]}"
+        if row not in rows:
+            rows.append(row)
+    return rows
+
+
+def preset_kernels() -> list[dict[str, Any]]:
+    """vLLM's Triton kernels at the T4 preset's shapes: attention, cache, LoRA. Needs a process of its own."""
+    import torch
+    import triton
+    import vllm.platforms
+    from triton.backends.compiler import GPUTarget
+
+    # vLLM switches its Triton kernels off on a CPU, by its package's name and by who says to be active.
+    assert vllm.platforms.current_platform is not None  # chosen by that name too, and must stay the CPU's
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: "of a GPU" if name == "vllm" else version(name)
+    for name, backend in triton.backends.backends.items():
+        backend.driver.is_active = staticmethod(lambda name=name: name == "nvidia")
+    torch.cuda.get_device_capability = lambda device=None: CAPABILITY
+    card = GPUTarget("cuda", 75, 32)
+    driver = dict(get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: card)
+    triton.runtime.driver.set_active(types.SimpleNamespace(**driver))
+    from vllm.lora.ops.triton_ops.lora_expand_op import _lora_expand
+    from vllm.lora.ops.triton_ops.lora_shrink_op import _lora_shrink
+    from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+    shape, s = SHAPES["llama31_8b"], presets.LLAMA31_8B_T4
+    h, inter, heads, kv, d = (
+        shape[name]
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+
+    def ints(*values: int) -> Any:
+        return torch.tensor(values, dtype=torch.int32)
+
+    def half(*size: int) -> Any:
+        return torch.empty(size, dtype=torch.float16)
+
+    caches, segments, threshold = (half(64, 16, kv, d), half(64, 16, kv, d)), 16, 128 // kv
+    softmax = (torch.empty(threshold, heads, segments, d), *(torch.empty(threshold, heads, segments) for _ in range(2)))
+    with compilations() as found:
+        for sequences, tokens in ((1, 1), (s.num_generations, 1), (threshold + 8, 1), (1, s.max_prompt_length)):
+            q, scale = half(sequences * tokens, heads, d), torch.ones(1).expand(sequences, kv)
+            starts = ints(*range(0, sequences * tokens + 1, tokens))
+            unified_attention(
+                q, *caches, torch.empty_like(q), starts, tokens, ints(*[600] * sequences), 600, d**-0.5, True, (-1, -1),
+                ints(*[0] * 96 * sequences).view(sequences, 96), 0.0, None, scale, scale, threshold, segments, *softmax,
+            )  # fmt: skip
+            key, one = half(sequences * tokens, kv, d), torch.ones(1)
+            triton_reshape_and_cache_flash(
+                key, key, *caches, torch.zeros(len(key), dtype=torch.int64), "auto", one, one
+            )
+            m, r = sequences * tokens, s.lora_r
+            for inputs, outputs in ((h, (h, kv * d, kv * d)), (h, (h,)), (h, (inter, inter)), (inter, (h,))):
+                low, where = torch.empty(len(outputs), m, r), (ints(*[0] * m), ints(*range(m)), ints(m, 0))
+                where = (*where, ints(0, m, m), ints(0, -1), torch.tensor([False]), torch.tensor([1]))
+                _lora_shrink(half(m, inputs), [half(1, 1, r, inputs) for _ in outputs], low, *where, 1.0)
+                _lora_expand(low, [half(1, 1, o, r) for o in outputs], half(m, sum(outputs)), *where, 0, True)
+    return for_t4(found)
+
+
+# --- wheels --------------------------------------------------------------------------------------------------
+
+
+def code_in_wheels(kernels: list[str], folder: Path, cuobjdump: str) -> tuple[dict[str, str], dict[str, str]]:
+    """({kernel: library with machine code for sm_75, or ""}, {library: its architectures}).
+
+    A kernel counts by the start of its name as given, or without its template's arguments. One made for another card
+    (`..._sm80`) must have a sibling for sm75: under its own name the sm_75 code is an empty shell.
+    """
+    symbols: dict[str, str] = {}
+    architectures = {}
+    for file in sorted(folder.rglob("*.so*")):
+        if b".nv_fatbin" not in file.read_bytes() or re.search("bitsandbytes_cuda1[12]", file.name):  # CUDA 11 and 12
+            continue
+        listed = set(re.findall(r"sm_(\d+)(\w?)", run(cuobjdump, "--list-elf", str(file))))
+        architectures[file.name] = " ".join(number + a for number, a in sorted(listed, key=lambda x: (int(x[0]), x[1])))
+        if ("75", "") in listed:
+            for line in run("c++filt", stdin=run(cuobjdump, "-symbols", "-arch", "sm_75", str(file))).splitlines():
+                if "ENTRY" in line:
+                    symbols.setdefault(line.split("ENTRY", 1)[1].strip().removeprefix("void "), file.name)
+    found = {}
+    for name in kernels:
+        if CUBLAS.search(name):
+            found[name] = next((lib for lib, archs in architectures.items() if "cublasLt" in lib and "75" in archs), "")
+            continue
+        wanted = name.removeprefix("void ")
+        if re.search(r"sm(8|9|1\d)\d", wanted):
+            head = re.split(r"_\d+x\d+|sm\d+", wanted)[0]
+            found[name] = next((lib for x, lib in symbols.items() if x.startswith(head) and "sm75" in x), "")
+            continue
+        stem = wanted.partition("<")[0] + "<"  # another version of torch may write the arguments otherwise
+        match = next((x for x in symbols if wanted in x), None) or next((x for x in symbols if stem in x), None)
+        found[name] = symbols.get(match, "")
+    return found, architectures
+
+
+def run(*command: str, stdin: str | None = None) -> str:
+    return subprocess.run(command, input=stdin, capture_output=True, text=True).stdout
 
 
 # --- record: on a GPU ----------------------------------------------------------------------------------------
@@ -61,259 +230,62 @@ def posing_as_t4():
         yield
 
 
-@contextlib.contextmanager
-def compilations(card: Any):
-    """A list that fills with (source, options) of each Triton compilation; all are for `card`, whatever is asked."""
-    import triton
-    import triton.compiler.compiler as compiler
+def record(file: Path, model: str = "llama31_8b", layers: int = 2) -> list[dict[str, Any]]:
+    """A step of the preset, then one under torch's profiler; `file` gets {"kernels": {name: [launches, microseconds]}}.
 
-    found, real = [], compiler.compile
-
-    def compile(src, target=None, options=None, **more):
-        found.append((src, dict(options or {})))
-        return real(src, target=card, options=options, **more)
-
-    owners = triton, triton.compiler, compiler
-    for owner in owners:
-        owner.compile = compile
-    try:
-        yield found
-    finally:
-        for owner in owners:
-            owner.compile = real
-
-
-def record(file: Path, model: str, layers: int) -> dict[str, Any]:
-    """Two steps of the preset at its own lengths, then a short one under torch's profiler."""
+    Returns the rows of `for_t4` for every Triton kernel that was compiled.
+    """
     import torch
     import triton
     from torch.profiler import ProfilerActivity, profile
 
     from . import enable_standby, load, train
     from .measure import alternating
-    from .shapes import write_checkpoint
 
     enable_standby()
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # in this process, where they are seen
     settings = presets.LLAMA31_8B_T4.replace(
-        max_steps=2, report_to=(), log_completions=False, save_minutes=None, sdpa_backend="efficient",
-        output_dir=tempfile.mkdtemp(), model_name_or_path=f"{tempfile.gettempdir()}/t4_audit_{model}_{layers}",
+        max_steps=1, log_completions=False, save_minutes=None, sdpa_backend="efficient", output_dir=tempfile.mkdtemp(),
+        model_name_or_path=str(write_checkpoint(model, tempfile.mkdtemp(), num_hidden_layers=layers)),
     )  # fmt: skip
-    write_checkpoint(model, settings.model_name_or_path, num_hidden_layers=layers)
-    real = triton.runtime.driver.active.get_current_target()
-    words = [f"w{10 + i * 7 % 400}" for i in range(300)]
-    rows = [{"prompt": " ".join(words[i:])} for i in range(4)]
-    with posing_as_t4(), compilations(real) as found:
+    card = triton.runtime.driver.active.get_current_target()
+    rows = [{"prompt": " ".join(f"w{10 + (i + j) * 7 % 400}" for j in range(300))} for i in range(4)]
+    short = settings.replace(max_completion_length=64)
+    with posing_as_t4(), compilations(card) as found:
         policy = load(settings)
-        train(policy, rows, [alternating], settings)
-        policy.sample(rows[:1], temperature=0)
+        train(policy, rows, [alternating], short)
         policy.sample(rows[:1], n=2, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1, max_tokens=8)
-        short = settings.replace(max_steps=1, max_completion_length=64)
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             train(policy, rows, [alternating], short)
     kernels: dict[str, list[float]] = {}
     for event in trace.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             count = kernels.setdefault(event.name, [0, 0.0])
-            count[0] += 1
-            count[1] = round(count[1] + event.time_range.elapsed_us(), 1)
-    specs = {json.dumps(spec, sort_keys=True, default=repr): spec for spec in (specification(*each) for each in found)}
-    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
-    result = {
-        "versions": versions() + f", triton {triton.__version__}, {torch.cuda.get_device_name()}",
-        "triton": list(specs.values()),
-        "kernels": {name: kernels[name] for name in sorted(kernels)},  # launches and microseconds of the last step
-        "libraries": sorted(Path(path).name for path in mapped if has_device_code(path)),
-    }
-    file.write_text(json.dumps(result, indent=1, default=repr))
-    return result
-
-
-def has_device_code(path: str) -> bool:
-    try:
-        return b".nv_fatbin" in Path(path).read_bytes()
-    except OSError:
-        return False
-
-
-def specification(src: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """A compilation as JSON: where the function is, its signature, constants and attributes, and the options."""
-    keep = ("num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl", "debug")
-    return {
-        "module": src.fn.fn.__module__,
-        "name": src.fn.fn.__qualname__,
-        "source": src.fn.src if "_inductor" in src.fn.fn.__module__ else None,
-        "signature": src.signature,
-        "constants": [[list(key), plain(value)] for key, value in src.constants.items()],
-        "attrs": [[list(key), value] for key, value in src.attrs.items()],
-        "options": {key: options[key] for key in keep if options.get(key) is not None},
-    }
-
-
-def plain(value: Any) -> Any:
-    value = getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
-    if type(value).__name__ == "dtype":
-        return {"dtype": str(value)}
-    if type(value).__name__ in ("JITFunction", "ConstexprFunction"):
-        return {"function": [value.fn.__module__, value.fn.__qualname__]}
-    return value
-
-
-# --- triton: anywhere ----------------------------------------------------------------------------------------
-
-
-def compile_for_t4(specs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each specification compiled for sm_75, down to machine code.
-
-    `shared`: bytes of shared memory; `matrix_units`: whether its `tl.dot` runs on them, None without one; `problem`: ""
-    if a T4 can run it.
-    """
-    results = []
-    for spec in specs:
-        row = {"name": spec["name"], "options": spec["options"], "shared": None, "matrix_units": None, "problem": ""}
-        try:
-            row |= compiled(spec)
-        except Exception as error:  # whatever the compiler raises is the finding
-            row["problem"] = f"{type(error).__name__}: {str(error).strip()[:300]}"
-        results.append(row)
-    return results
-
-
-def compiled(spec: dict[str, Any]) -> dict[str, Any]:
-    import triton
-    import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    def value(given):
-        if isinstance(given, dict) and "dtype" in given:
-            return tl.dtype(given["dtype"])
-        return function(*given["function"]) if isinstance(given, dict) else given
-
-    source = ASTSource(
-        generated(spec) if spec["source"] else function(spec["module"], spec["name"]),
-        spec["signature"],
-        {tuple(key): value(given) for key, given in spec["constants"]},
-        {tuple(key): given for key, given in spec["attrs"]},
-    )
-    kernel = triton.compile(source, target=GPUTarget("cuda", 75, 32), options=spec["options"])
-    foreign = sorted(set(FOREIGN.findall(kernel.asm["ptx"])))
-    problem = f"sm_75 lacks {', '.join(foreign)}" if foreign else ""
-    if kernel.metadata.shared > SHARED_BYTES:
-        problem = f"{kernel.metadata.shared} bytes of shared memory, a T4 has {SHARED_BYTES}"
-    dot = "tt.dot" in kernel.asm["ttir"]
-    units = "mma.sync" in kernel.asm["ptx"] if dot else None
-    return {"shared": kernel.metadata.shared, "matrix_units": units, "problem": problem}
-
-
-def function(module: str, name: str) -> Any:
-    """A @triton.jit function, from under its autotuner or heuristics."""
-    found = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    while not hasattr(found, "src"):
-        found = found.fn
-    return found
-
-
-def generated(spec: dict[str, Any]) -> Any:
-    """A function that torch.compile wrote, from its source."""
-    folder = Path(tempfile.mkdtemp())
-    (folder / "generated.py").write_text(GENERATED + spec["source"])
-    module = importlib.util.spec_from_file_location("generated", folder / "generated.py")
-    loaded = importlib.util.module_from_spec(module)
-    module.loader.exec_module(loaded)
-    shutil.rmtree(folder)
-    return getattr(loaded, spec["name"])
-
-
-GENERATED = """import triton
-import triton.language as tl
-from torch._inductor.runtime import triton_helpers
-from torch._inductor.runtime.triton_helpers import libdevice, math as tl_math
-
-@triton.jit
-"""
-
-
-# --- wheels: anywhere ----------------------------------------------------------------------------------------
-
-
-def code_in_wheels(recorded: dict[str, Any], folder: Path, cuobjdump: str) -> tuple[list[dict], dict[str, str]]:
-    """Where sm_75 code lies for each recorded kernel that Triton did not make; and each library's architectures.
-
-    Found is a kernel if a library holds machine code for sm_75 under its name; `exact` says whether with the same
-    template arguments (another version of torch may write those otherwise). cuBLAS chooses among its kernels by the
-    card, so its names are not looked for: its library must hold sm_75 code.
-    """
-    exact: dict[str, str] = {}
-    stems: dict[str, str] = {}
-    architectures = {}
-    wanted = {name.split(".")[0] for name in recorded["libraries"]}
-    for file in sorted(path for path in folder.rglob("*.so*") if path.name.split(".")[0] in wanted):
-        listed = run(cuobjdump, "--list-elf", str(file))
-        names = sorted(set(re.findall(r"sm_\w+", listed)), key=lambda arch: int(re.findall(r"\d+", arch)[0]))
-        architectures[file.name] = ", ".join(names) or "no device code"
-        symbols = run("c++filt", stdin=run(cuobjdump, "-symbols", "-arch", "sm_75", str(file)))
-        for line in symbols.splitlines():
-            if "ENTRY" in line:
-                name = line.split("ENTRY", 1)[1].strip()
-                exact.setdefault(normal(name), file.name)
-                stems.setdefault(stem(name), file.name)
-    triton = {spec["name"] for spec in recorded["triton"]}
-    rows = []
-    for name, (launches, microseconds) in recorded["kernels"].items():
-        if name in triton or name.startswith(("Memcpy", "Memset")):
-            continue
-        row = {"name": name, "launches": launches, "microseconds": microseconds, "exact": normal(name) in exact}
-        row["library"] = exact.get(normal(name)) or stems.get(stem(name), "")
-        rows.append(row)
-    return rows, architectures
-
-
-def normal(name: str) -> str:
-    """A kernel's name as every demangler writes it."""
-    return re.sub(r"\s+|\bvoid |(?<=\d)u?l+\b", "", re.sub(r"\((?:int|bool|unsigned int|unsigned long)\)", "", name))
-
-
-def stem(name: str) -> str:
-    """The name without template and call arguments."""
-    return re.split(r"[<(]", re.sub(r"^void |\(anonymous namespace\)::", "", name))[0].strip()
-
-
-def run(*command: str, stdin: str | None = None) -> str:
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=True).stdout
-
-
-# --- command line --------------------------------------------------------------------------------------------
+            count[:] = count[0] + 1, round(count[1] + event.time_range.elapsed_us(), 1)
+    triton_names = {src.fn.fn.__name__ for src, _ in found}
+    kernels = {name: kernels[name] for name in sorted(kernels) if name not in triton_names and name[:3] != "Mem"}
+    file.write_text(json.dumps({"kernels": kernels}, indent=1))
+    return for_t4(found)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("record", "triton", "wheels"))
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--model", default="llama31_8b", help="record: one of colab_kit.shapes")
-    parser.add_argument("--layers", type=int, default=2, help="record: so many of its layers")
-    parser.add_argument("--wheels", type=Path, help="wheels: folder with the unpacked wheels")
+    parser.add_argument("what", choices=("triton", "wheels", "record"))
+    parser.add_argument("path", type=Path, nargs="?")
+    parser.add_argument("--record", type=Path, help="wheels: what `record` wrote; without it, what sources say")
     parser.add_argument("--cuobjdump", default="cuobjdump")
     options = parser.parse_args(arguments)
-    if options.what == "record":
-        result = record(options.file, options.model, options.layers)
-        print(f"{len(result['triton'])} Triton kernels compiled, {len(result['kernels'])} kernels in a step")
-        return 0
-    recorded = json.loads(options.file.read_text())
-    if options.what == "triton":
-        rows = compile_for_t4(recorded["triton"])
-        for row in rows:
-            units = {True: "matrix units", False: "no matrix units", None: ""}[row["matrix_units"]]
-            print(f"{row['problem'] or 'ok'}  {row['name']}  {row['shared']} bytes shared  {units}  {row['options']}")
-        return int(any(row["problem"] for row in rows))
-    rows, architectures = code_in_wheels(recorded, options.wheels, options.cuobjdump)
-    for name, found in architectures.items():
-        print(f"{name}: {found}")
+    if options.what == "wheels":
+        names = list(json.loads(options.record.read_text())["kernels"]) if options.record else list(EXPECTED)
+        found, architectures = code_in_wheels(names, options.path, options.cuobjdump)
+        print("\n".join(f"{library}: {archs}" for library, archs in architectures.items()))
+        print("\n".join(f"{library or 'NOT FOUND'}  {name[:150]}" for name, library in found.items()))
+        return int(not all(found.values()))
+    rows = record(options.path) if options.what == "record" else preset_kernels()
     for row in rows:
-        print(f"{row['library'] or 'NOT FOUND'}{'' if row['exact'] else ' (by stem)'}  {row['name'][:150]}")
-    return int(not all(row["library"] for row in rows))
+        units = {True: "matrix units", False: "no matrix units", None: ""}[row["matrix_units"]]
+        print(f"{row['problem'] or 'ok'}  {row['name']}  {row['constants']}  {row['shared']} bytes shared  {units}")
+    return int(any(row["problem"] for row in rows))
 
 
 if __name__ == "__main__":
