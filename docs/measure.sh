@@ -5,6 +5,7 @@
 #     bash docs/measure.sh lengths FOLDER      # about 15
 #     bash docs/measure.sh cycles  FOLDER      # about 8
 #     bash docs/measure.sh soak    FOLDER      # 20 minutes of faults, and a load
+#     bash docs/measure.sh t4      FOLDER      # what a T4 would run, and float16 (docs/t4.md); not timed yet
 #
 # Several cards: one part each, with CUDA_VISIBLE_DEVICES. A smaller card is emulated by a second process that holds the
 # rest, so nothing else may use the card meanwhile. The first engine on a machine compiles kernels for a minute more.
@@ -48,5 +49,10 @@ soak)
   set -o pipefail # its exit code says whether something was lost
   t4="--model llama31_8b --card 14.56 --dtype float16 --attention TRITON_ATTN --sdpa efficient --rank 32"
   python3 -m colab_kit.soak --minutes 20 $t4 --prompt 512 --completion 256 | tee "$out/soak.txt"
+  ;;
+t4)
+  python3 -m colab_kit.t4_audit record "$out/t4_kernels.json" | tee "$out/t4_triton.txt"
+  python3 -m colab_kit.trial t4 | grep --line-buffered TRIAL | tee "$out/t4_trial.txt"
+  python3 docs/float16.py "$out/float16" | grep --line-buffered -e cosine -e memory -e step_time | tee "$out/float16.txt"
   ;;
 esac
