@@ -89,3 +89,10 @@ def test_greedy_output_is_the_same_after_a_cycle(tiny_policy, tiny_rows):
         tiny_policy.standby.wake()
         tiny_policy.standby.sleep()
     assert tiny_policy.sample(tiny_rows[:4], temperature=0).completions == before.completions
+
+
+def test_an_error_while_vllm_starts_is_not_replaced_by_another():
+    from colab_kit.engine import real_file_descriptors
+
+    with pytest.raises(AttributeError, match="vLLM's own"), real_file_descriptors():
+        raise AttributeError("vLLM's own")
