@@ -5,6 +5,7 @@
 #     bash docs/measure.sh lengths FOLDER      # about 15
 #     bash docs/measure.sh cycles  FOLDER      # about 8
 #     bash docs/measure.sh soak    FOLDER      # 20 minutes of faults, and a load
+#     bash docs/measure.sh notebooks FOLDER    # not run on a GPU yet; needs nbclient; QWEN_COMPLETION=256 is shorter
 #
 # Several cards: one part each, with CUDA_VISIBLE_DEVICES. A smaller card is emulated by a second process that holds the
 # rest, so nothing else may use the card meanwhile. The first engine on a machine compiles kernels for a minute more.
@@ -48,5 +49,16 @@ soak)
   set -o pipefail # its exit code says whether something was lost
   t4="--model llama31_8b --card 14.56 --dtype float16 --attention TRITON_ATTN --sdpa efficient --rank 32"
   python3 -m colab_kit.soak --minutes 20 $t4 --prompt 512 --completion 256 | tee "$out/soak.txt"
+  ;;
+notebooks)
+  # The notebooks' own cells in the memory of their cards, 5 steps at the presets' lengths, every completion full.
+  unset COLAB_KIT_DASHBOARD
+  export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+  cells() { python3 docs/execute_notebook.py "$@" --out "$out" 2>&1 | tee "$out/$(basename "$1" .ipynb).txt"; }
+  here='kit.install() machine.require()'
+  cells notebooks/llama31_8b_qlora_t4.ipynb --shape llama31_8b --card 14.56 --prompt-tokens 500 --without $here \
+    --set max_steps=4 more_steps=1 held_out_problems=6
+  cells notebooks/qwen3_32b_qlora_a100.ipynb --shape qwen3_32b --card 39.4 --prompt-tokens 1000 --without $here \
+    --set max_steps=4 more_steps=1 held_out_problems=8 max_completion_length=${QWEN_COMPLETION:-3072}
   ;;
 esac
