@@ -123,6 +123,8 @@ def read(file: str | Path) -> list[dict]:
     return json.loads(Path(file).read_text())
 
 
+GREY = "#808080"
+"""read on a light and on a dark page: a notebook shows the picture as an image, which has no colour of its page"""
 COLOURS = {1: "#0072B2", 0: "#D55E00"}  # colour-blind safe; Standby on, off
 
 
@@ -130,15 +132,17 @@ def picture(results: list[dict], width: int = 860, height: int = 260) -> str:
     """SVG: the process' memory over time, a line a result, Standby on and off in two colours."""
     lines = [row for row in results if row.get("samples")]
     if not lines:
-        text = '<text y="20" fill="currentColor">No GPU: memory was not measured.</text>'
-        return f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="30">{text}</svg>'
+        text = f'<text y="20" fill="{GREY}">No GPU: memory was not measured.</text>'
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" width="{width}" height="30">{text}</svg>'
+        )
     top = max(used for row in lines for _, used, _ in row["samples"]) * 1.1
     end = max(row["samples"][-1][0] for row in lines) or 1
     parts = []
     for gib in range(0, int(top) + 1, max(int(top) // 5, 1)):
         y = height - 24 - gib / top * (height - 40)
-        parts.append(f'<text x="0" y="{y:.0f}" font-size="11" fill="currentColor">{gib} GiB</text>')
-        parts.append(f'<path d="M50 {y:.0f}H{width}" stroke="currentColor" stroke-opacity=".15"/>')
+        parts.append(f'<text x="0" y="{y:.0f}" font-size="11" fill="{GREY}">{gib} GiB</text>')
+        parts.append(f'<path d="M50 {y:.0f}H{width}" stroke="{GREY}" stroke-opacity=".3"/>')
     for row in lines:
         points = " ".join(
             f"{50 + t / end * (width - 60):.1f},{height - 24 - used / top * (height - 40):.1f}"
@@ -149,10 +153,10 @@ def picture(results: list[dict], width: int = 860, height: int = 260) -> str:
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}"><title>{name}</title></polyline>')
     key = f'<text x="50" y="{height - 4}" font-size="12" fill="{COLOURS[1]}">with Standby</text>'
     key += f'<text x="160" y="{height - 4}" font-size="12" fill="{COLOURS[0]}">without</text>'
-    key += f'<text x="{width}" y="{height - 4}" font-size="12" text-anchor="end" fill="currentColor">{end:.0f} s</text>'
+    key += f'<text x="{width}" y="{height - 4}" font-size="12" text-anchor="end" fill="{GREY}">{end:.0f} s</text>'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" role="img" '
-        f'aria-label="memory over time, with and without Standby">{"".join(parts)}{key}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+        f'role="img" aria-label="memory over time, with and without Standby">{"".join(parts)}{key}</svg>'
     )
 
 

@@ -9,7 +9,6 @@ already repeated for each completion. A function may name only what it uses: `de
 from __future__ import annotations
 
 import asyncio
-import html
 import inspect
 import math
 import numbers
@@ -29,6 +28,7 @@ from .reward_library import (  # noqa: F401 - one import path for users
     length_shaping,
     tag_format,
 )
+from .samples import html_table
 
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 """Names that a reward function may ask for, so no dataset column may have them."""
@@ -248,10 +248,8 @@ class RewardTable:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        head, *body = [[html.escape(cell) for cell in row] for row in self._cells(300)]
-        top = "".join(f"<th>{cell}</th>" for cell in head)
-        rows = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in body)
-        return f"<table><thead><tr>{top}</tr></thead><tbody>{rows}</tbody></table>"
+        head, *rows = self._cells(300)
+        return html_table({name: [row[k] for row in rows] for k, name in enumerate(head)})
 
 
 def try_rewards(

@@ -11,7 +11,7 @@ from .dashboard import Dashboard, Report
 from .memory import GIB, savings
 from .policy import Policy
 from .presets import Settings
-from .samples import Comparison, Samples, last_message
+from .samples import Comparison, Samples, html_table, last_message
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -168,6 +168,20 @@ class MemoryReport:
 
     def __repr__(self) -> str:
         return "\n".join(self.lines)
+
+    def _repr_html_(self) -> str:
+        m, s = self.metrics, self.savings
+        if not s or "memory/peak_gib" not in m:
+            return "<br>".join(self.lines)
+        awake, asleep, kv = (m[f"memory/{name}_gib"] for name in ("awake", "asleep", "kv_cache"))
+        table = {
+            "GiB, by the driver": ["with Standby", "the same run without"],
+            "generating": [f"{awake:.2f}"] * 2,
+            "training": [f"{asleep:.2f}", f"{asleep + kv:.2f}"],
+            "at the peak": [f"{s['with_gib']:.2f}", f"{s['without_gib']:.2f}"],
+        }
+        saved = f"saved {s['saved_gib']:.2f} GiB, {s['saved_gib'] / s['without_gib']:.0%} (without: {s['reference']})"
+        return html_table(table) + saved
 
 
 class RunMemory:

@@ -55,7 +55,9 @@ def text_table(columns: dict[str, list[str]], width: int = 60) -> str:
 
 
 def html_table(columns: dict[str, list[str]]) -> str:
-    cell = 'style="text-align:left;vertical-align:top;white-space:pre-wrap;max-width:32em;padding:4px 12px"'
+    cell = (
+        'style="text-align:left;vertical-align:top;white-space:pre-wrap;min-width:7em;max-width:32em;padding:4px 12px"'
+    )
     head = "".join(f"<th {cell}>{html.escape(name)}</th>" for name in columns)
     rows = zip(*columns.values(), strict=True)
     body = "".join("<tr>" + "".join(f"<td {cell}>{html.escape(str(v))}</td>" for v in row) + "</tr>" for row in rows)

@@ -125,12 +125,15 @@ def quantized(name: str, weight: Any) -> dict[str, Any]:
     return {name: packed} | {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
 
 
-def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A word-level tokenizer with `vocab_size` words and a chat template that only joins the messages."""
+def write_tokenizer(folder: Path, vocab_size: int, words: list[str] | None = None) -> None:
+    """A word-level tokenizer with `vocab_size` words and a chat template that only joins the messages.
+
+    `words`: the `vocab_size - 2` words after BOS and EOS; `w0 w1 ...` unless given.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = ["<bos>", "<eos>"] + [f"w{i}" for i in range(vocab_size - 2)]
+    words = ["<bos>", "<eos>"] + (words or [f"w{i}" for i in range(vocab_size - 2)])
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -23,29 +25,52 @@ def resolve_model(model_name_or_path: str) -> str:
         return model_name_or_path
     if model_name_or_path == SMOLLM2 and (gguf := _packaged_gguf()):
         return str(_from_gguf(gguf))
-    looks_like_path = model_name_or_path.startswith((".", "/", "~")) or model_name_or_path.count("/") != 1
-    if looks_like_path:
-        raise FileNotFoundError(
-            f"model_name_or_path={model_name_or_path!r}: there is no such folder, and it is not a hub name (owner/name)"
-        )
     from huggingface_hub import snapshot_download
 
-    try:
-        return snapshot_download(
-            model_name_or_path, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
-        )
-    except Exception as error:  # the hub's errors are many; each ends in the same advice
-        raise FileNotFoundError(
-            f"model_name_or_path={model_name_or_path!r} could not be fetched from the hub "
-            f"({type(error).__name__}: {str(error).splitlines()[0][:200]}). Check the spelling and the network; for a "
-            f"gated model accept its licence on its page and set HF_TOKEN; or give a local folder."
-        ) from error
+    return _from_hub(
+        model_name_or_path,
+        lambda name: snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]),
+    )
 
 
 def config_source(model_name_or_path: str) -> str:
-    """Where the config alone can be read: what `resolve_model` gives if that downloads nothing, else the hub name."""
+    """A folder with the model's config.json, where nothing else is downloaded. Raises as `resolve_model` does."""
     packaged = model_name_or_path == SMOLLM2 and _packaged_gguf() is not None
-    return resolve_model(model_name_or_path) if packaged or Path(model_name_or_path).is_dir() else model_name_or_path
+    if packaged or Path(model_name_or_path).is_dir():
+        return resolve_model(model_name_or_path)
+    from huggingface_hub import hf_hub_download
+
+    return _from_hub(model_name_or_path, lambda name: str(Path(hf_hub_download(name, "config.json")).parent))
+
+
+def _from_hub(name: str, fetch: Callable[[str], str]) -> str:
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise FileNotFoundError(
+            f"model_name_or_path={name!r}: there is no such folder, and it is not a hub name (owner/name)"
+        )
+    try:
+        return fetch(name)
+    except Exception as error:  # the hub's errors are many
+        chain = [error]
+        while cause := chain[-1].__cause__ or chain[-1].__context__:
+            chain.append(cause)
+        kinds = {type(link).__name__ for link in chain}
+        if any(isinstance(link, OSError) and link.errno == errno.ENOSPC for link in chain):
+            what = "the disk is full: delete files, or start a new runtime"
+        elif "GatedRepoError" in kinds:
+            what = (
+                "its licence has to be accepted on its page, by the account whose token is in HF_TOKEN (in Colab: a "
+                "secret, the key on the left; then run the cells from the check of the machine on), or take a copy "
+                "that is not gated"
+            )
+        elif "RepositoryNotFoundError" in kinds:
+            what = "there is none of that name, or it is private and HF_TOKEN gives no access: check the spelling"
+        else:
+            what = "there is no network, or the hub does not answer: run the cell again, or give a local folder"
+        raise FileNotFoundError(
+            f"model_name_or_path={name!r} could not be fetched from the hub: {what} "
+            f"({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
+        ) from error
 
 
 def _packaged_gguf() -> Path | None:

@@ -6,6 +6,7 @@
 #     bash docs/measure.sh cycles  FOLDER      # about 8
 #     bash docs/measure.sh soak    FOLDER      # 20 minutes of faults, and a load
 #     bash docs/measure.sh t4      FOLDER      # what a T4 would run, and float16 (docs/t4.md); not timed yet
+#     bash docs/measure.sh notebooks FOLDER    # not run on a GPU yet; needs nbclient; QWEN_COMPLETION=256 is shorter
 #
 # Several cards: one part each, with CUDA_VISIBLE_DEVICES. A smaller card is emulated by a second process that holds the
 # rest, so nothing else may use the card meanwhile. The first engine on a machine compiles kernels for a minute more.
@@ -54,5 +55,16 @@ t4)
   python3 -m colab_kit.t4_audit record "$out/t4_kernels.json" | tee "$out/t4_triton.txt"
   python3 -m colab_kit.trial t4 | grep --line-buffered TRIAL | tee "$out/t4_trial.txt"
   python3 docs/float16.py "$out/float16" | grep --line-buffered -e cosine -e memory -e step_time | tee "$out/float16.txt"
+  ;;
+notebooks)
+  # The notebooks' own cells in the memory of their cards, 5 steps at the presets' lengths, every completion full.
+  unset COLAB_KIT_DASHBOARD
+  export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+  cells() { python3 docs/execute_notebook.py "$@" --out "$out" 2>&1 | tee "$out/$(basename "$1" .ipynb).txt"; }
+  here='kit.install() machine.require()'
+  cells notebooks/llama31_8b_qlora_t4.ipynb --shape llama31_8b --card 14.56 --prompt-tokens 500 --without $here \
+    --set max_steps=4 more_steps=1 held_out_problems=6
+  cells notebooks/qwen3_32b_qlora_a100.ipynb --shape qwen3_32b --card 39.4 --prompt-tokens 1000 --without $here \
+    --set max_steps=4 more_steps=1 held_out_problems=8 max_completion_length=${QWEN_COMPLETION:-3072}
   ;;
 esac

@@ -51,7 +51,7 @@ def test_it_holds_no_outputs_and_no_widgets(notebook):
     assert "widgets" not in notebook.metadata
     for cell in code_cells(notebook):
         assert not cell.outputs and cell.execution_count is None
-        assert not set(cell.metadata) - {"cellView", "id", "tags"}
+        assert not set(cell.metadata) - {"cellView", "id", "tags", "jupyter"}
 
 
 def test_cells_are_short_and_explained_first(notebook):
@@ -84,6 +84,7 @@ def test_badge_metadata_and_install_cell_lead_to_the_repository(notebook, file):
     assert not notebooks.disagreeing()
     if file.name in COLAB:
         install = code_cells(notebook)[0]
+        assert install.metadata.jupyter.source_hidden  # folded in JupyterLab; cellView folds it in Colab
         assert install.metadata.cellView == "form" and install.source.startswith("# @title Install")
         assert f"git+https://github.com/{repo}" in install.source
 

@@ -202,7 +202,7 @@ def test_try_rewards_shows_each_reward_of_each_completion_as_text_and_as_a_table
     assert head.split() == ["completion", "correct_number", "tag_format"]
     assert first.split()[-2:] == ["1", "0"] and second.split() == ["four", "0", "0"]
     page = table._repr_html_()
-    assert "<th>correct_number</th>" in page and "&lt;answer&gt;4&lt;/answer&gt; &amp; more" in page
+    assert ">correct_number</th>" in page and "&lt;answer&gt;4&lt;/answer&gt; &amp; more" in page
     assert "not scored" in str(try_rewards(lambda completions: [None], ["x"]))
     assert try_rewards(length_shaping(2, 1), ["x"], completion_ids=[[1, 2]]).scores.rows == [[-1.0]]
 
