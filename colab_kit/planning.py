@@ -166,12 +166,11 @@ def make_plan(settings: Settings, config: Any, free: int, total: int, capability
         reasons.append(f"dtype={dtype}: {why.get(dtype, 'the card has no bfloat16')}")
     elif dtype == "bfloat16" and on_gpu and capability < (8, 0):
         raise ValueError("dtype=bfloat16, but this GPU has no bfloat16: set dtype='float16' or 'auto'")
-    for name, value in (("dtype", dtype), ("vllm_attention_backend", settings.vllm_attention_backend)):
-        if not on_gpu and value not in ("float32", "bfloat16", None):
-            raise ValueError(
-                f"{name}={value!r} needs a GPU and none is here: choose a runtime with one (Colab: Runtime, Change "
-                f"runtime type), or take presets.QUICKSTART, which runs on a CPU"
-            )
+    if not on_gpu and settings.vllm_attention_backend:
+        raise ValueError(
+            f"vllm_attention_backend={settings.vllm_attention_backend!r} needs a GPU and none is here: choose a runtime "
+            f"with one (Colab: Runtime, Change runtime type), or take presets.QUICKSTART, which runs on a CPU"
+        )
     itemsize = getattr(torch, dtype).itemsize
     length = settings.max_model_length
     window = getattr(config, "max_position_embeddings", length)
