@@ -10,12 +10,9 @@ import os
 import re
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .presets import Settings
-
-if TYPE_CHECKING:
-    pass
 
 GIB = 2**30
 

@@ -168,8 +168,8 @@ def make_plan(settings: Settings, config: Any, free: int, total: int, capability
         raise ValueError("dtype=bfloat16, but this GPU has no bfloat16: set dtype='float16' or 'auto'")
     if not on_gpu and settings.vllm_attention_backend:
         raise ValueError(
-            f"vllm_attention_backend={settings.vllm_attention_backend!r} needs a GPU and none is here: choose a runtime "
-            f"with one (Colab: Runtime, Change runtime type), or take presets.QUICKSTART, which runs on a CPU"
+            f"vllm_attention_backend={settings.vllm_attention_backend!r} needs a GPU and none is here: choose a "
+            f"runtime with one (Colab: Runtime, Change runtime type), or take presets.QUICKSTART, which runs on a CPU"
         )
     itemsize = getattr(torch, dtype).itemsize
     length = settings.max_model_length
