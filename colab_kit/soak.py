@@ -68,8 +68,7 @@ class Soak:
         self.done: int | None = None  # steps of the last run, where it is known
         self.hoard: Any = None  # tensors of the user's own
         self.seconds = 1.0  # of a cycle, so that interrupts come anywhere in it
-        self.struck: Counter[str] = Counter()
-        self.failures: list[str] = []
+        self.struck, self.failures = Counter(), []
         self.memory, self.host = [], []  # MiB when idle, a value a cycle
         self.began = time.monotonic()
 
@@ -270,7 +269,8 @@ def main() -> int:
         soak = Soak(load(settings), Path(place), options.seed)
         turns = ["none", *soak.faults]  # the first warms up
         while time.monotonic() < soak.began + 60 * options.minutes or turns:
-            soak.one(turns.pop(0) if turns else soak.rng.choice(soak.faults))
+            missing = [fault for fault in soak.faults if not soak.struck[fault]]
+            soak.one(turns.pop(0) if turns else soak.rng.choice(missing or soak.faults))
         return report(soak, options)
 
 
