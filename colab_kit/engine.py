@@ -59,7 +59,7 @@ class Engine:
 
             device = "cuda" if torch.cuda.is_available() else "cpu"
             load_general_plugins()  # the bitsandbytes plugin registers itself here; ours goes on top
-            install_layers()
+            install_layers(settings.nf4_kernel)
             # vLLM seeds the global generators when it lives in this process; the user's own must not change.
             # Not held by a name: an import that failed in here keeps this frame, which would keep the engine.
             with preserved_rng():

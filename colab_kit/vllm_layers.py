@@ -5,19 +5,23 @@ from __future__ import annotations
 import inspect
 
 
-def install_layers() -> None:
-    """Before an engine starts, after vLLM's plugins were loaded."""
-    install_linear_method()
+def install_layers(nf4_kernel: bool = False) -> None:
+    """Before an engine starts, after vLLM's plugins were loaded. `nf4_kernel`: as the setting of that name."""
+    install_linear_method(nf4_kernel)
     install_cpu_lora()
 
 
-def install_linear_method() -> None:
-    """4-bit weights: any dtype of activations, each in its own."""
+def install_linear_method(nf4_kernel: bool = False) -> None:
+    """4-bit weights: any dtype of activations, each in its own; for decoding, nf4.py where it is faster."""
     import torch
     from bitsandbytes import matmul_4bit
     from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm_bnb_plugin.bitsandbytes import BitsAndBytesConfig, BitsAndBytesLinearMethod
+
+    from .nf4 import Products
+
+    products = Products(nf4_kernel)
 
     @register_weight_loader_v2_supported_method
     class SharedBitsAndBytesLinearMethod(BitsAndBytesLinearMethod):
@@ -30,11 +34,17 @@ def install_linear_method() -> None:
 
         def _apply_4bit_weight(self, layer, x, bias=None):
             # In x's own dtype: on a T4 the fused kernel is float16's, and a cast to bfloat16 would miss it.
-            weight = layer.weight
-            states, offsets = weight.bnb_quant_state, weight.bnb_shard_offsets.tolist()
+            weight, states = layer.weight, layer.weight.bnb_quant_state
+            states = [states[i] for i in range(len(states))]
+            offsets = weight.bnb_shard_offsets.tolist()
+
+            def unpacked(x):
+                rows = [weight[i:j] for i, j in zip(offsets, offsets[1:], strict=False)]
+                parts = [matmul_4bit(x, r.t(), state) for r, state in zip(rows, states, strict=True)]
+                return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
             flat = x.reshape(-1, x.shape[-1])
-            parts = [matmul_4bit(flat, weight[offsets[i] : offsets[i + 1]].t(), states[i]) for i in range(len(states))]
-            out = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).view(*x.shape[:-1], -1)
+            out = products.apply(layer, flat, weight, states, unpacked).view(*x.shape[:-1], -1)
             return out if bias is None else out + bias
 
     class SharedBitsAndBytesConfig(BitsAndBytesConfig):

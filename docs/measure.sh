@@ -7,6 +7,7 @@
 #     bash docs/measure.sh soak    FOLDER      # 20 minutes of faults, and a load
 #     bash docs/measure.sh t4      FOLDER      # what a T4 would run, and float16 (docs/t4.md); not timed yet
 #     bash docs/measure.sh notebooks FOLDER    # not run on a GPU yet; needs nbclient; QWEN_COMPLETION=256 is shorter
+#     bash docs/measure.sh nf4     FOLDER      # the 4-bit product: its tests (pytest, hypothesis), then the tables
 #
 # Several cards: one part each, with CUDA_VISIBLE_DEVICES. A smaller card is emulated by a second process that holds the
 # rest, so nothing else may use the card meanwhile. The first engine on a machine compiles kernels for a minute more.
@@ -66,5 +67,14 @@ notebooks)
     --set max_steps=4 more_steps=1 held_out_problems=6
   cells notebooks/qwen3_32b_qlora_a100.ipynb --shape qwen3_32b --card 39.4 --prompt-tokens 1000 --without $here \
     --set max_steps=4 more_steps=1 held_out_problems=8 max_completion_length=${QWEN_COMPLETION:-3072}
+  ;;
+nf4)
+  python3 -m pytest -q -p no:cacheprovider tests/test_nf4.py -k "on_the_gpu or choice" 2>&1 | tail -15 | tee "$out/nf4-tests.txt"
+  python3 -m colab_kit.nf4_benchmark kernel | tee "$out/nf4-kernel.md"
+  for shape in llama31_8b:8,16,32,64 qwen3_32b:8,16; do
+    folder=${TMPDIR:-/tmp}/colab_kit_benchmark/${shape%:*}
+    [ -f "$folder/tokenizer_config.json" ] || python3 -m colab_kit.shapes "${shape%:*}" "$folder"
+    python3 -m colab_kit.nf4_benchmark engine --model "$folder" --batches "${shape#*:}" | tee "$out/nf4-${shape%:*}.txt"
+  done
   ;;
 esac

@@ -1,0 +1,193 @@
+// Y[M, N] = X[M, K] W[N, K]^T for bitsandbytes' NF4 (blocks of 64, float32 scales), up to 64 rows of X a block.
+// nf4.py compiles it (NVRTC, no headers) with HALF (1: float16, 0: bfloat16), MT (tiles of 8 batch rows), R (tiles of
+// 16 weight rows a warp), WARPS, STAGES (buffers of x) and RESIDENT (blocks a multiprocessor).
+//
+// A warp multiplies 16 R rows of W with the whole batch, W's rows being the 16-side of mma.m16n8k16. K is permuted
+// within each 64-block so that lane t of a quad owns 8 bytes of W (16 values), read straight from memory to registers;
+// its step s takes values 4s..4s+3 of them, and x is read with the same permutation, from shared memory.
+// Each 64-block has its own float32 sum, which is multiplied by the block's scale: only the table of 16 is rounded.
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+typedef long long i64;
+struct Shard { i64 first_row; const float *absmax; };
+
+constexpr int THREADS = WARPS * 32, ROWS = WARPS * R * 16, BATCH = MT * 8, GROUP = 4;
+constexpr int STAGE = GROUP * BATCH * 128, TABLE = 256 * 128;  // bytes
+
+#ifndef EMULATED  // tests/nf4_emulated.cpp has these in C++
+#define SHARED extern __shared__ __align__(128) u8 shared[]
+__device__ u32 pack(float low, float high) {
+    u32 both;
+#if HALF
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#endif
+    return both;
+}
+
+__device__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if HALF
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ uint2 stream(const u8 *address) {  // read once: not kept in L1
+    uint2 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));
+    return v;
+}
+
+__device__ void copy16(u8 *target, const u16 *source, bool there) {  // or 16 zeros
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(target)),
+                 "l"(source), "r"(there ? 16 : 0) : "memory");
+}
+__device__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory"); }
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) nf4_matmul(
+    const u16 *x, const u8 *w, const Shard *shards, const float *code, u16 *y, float4 *partial, int *counters,
+    int n_shards, int M, int N, int K, int stride, float factor) {
+    SHARED;
+    u8 *xs = shared + TABLE;
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
+    const int blocks = K / 64, first_m = blockIdx.z * BATCH;
+    const int per = ((blocks + (int)gridDim.y - 1) / (int)gridDim.y + GROUP - 1) / GROUP * GROUP;
+    const int from = blockIdx.y * per, to = min(from + per, blocks), groups = (to - from + GROUP - 1) / GROUP;
+
+    // Rows of this lane: g and g + 8 of each tile. Rows past N repeat the last one and are not written.
+    const int row0 = blockIdx.x * ROWS + warp * R * 16 + g;
+    const float *absmax[R][2];
+    u32 weights[R][2];  // bytes from w
+    uint2 packed[GROUP][R][2];
+    float next[R][2];
+#pragma unroll
+    for (int i = 0; i < R * 2; i++) {
+        const int row = min(row0 + i / 2 * 16 + i % 2 * 8, N - 1);
+        int s = n_shards - 1;
+        while (s > 0 && shards[s].first_row > row) s--;
+        absmax[i / 2][i % 2] = shards[s].absmax + (i64)(row - (int)shards[s].first_row) * blocks;
+        weights[i / 2][i % 2] = (u32)row * (K / 2) + t * 8;
+    }
+    auto load_packed = [&](int b, int block) {
+#pragma unroll
+        for (int i = 0; i < R * 2; i++) packed[b][i / 2][i % 2] = stream(w + weights[i / 2][i % 2] + min(block, blocks - 1) * 32);
+    };
+    auto load_scales = [&](int block) {  // lane t of a quad: the group's block t
+#pragma unroll
+        for (int i = 0; i < R * 2; i++) next[i / 2][i % 2] = absmax[i / 2][i % 2][min(block + t, blocks - 1)];
+    };
+    // 16 bytes of x: the 8 of a row's 128 bytes in such an order that the reads below meet no bank twice.
+    auto load_x = [&](int group) {
+        if (group < groups)
+            for (int i = tid; i < GROUP * BATCH * 8; i += THREADS) {
+                const int row = i / 32, c = i % 8, block = i / 8 % GROUP, k = (from + group * GROUP + block) * 64 + c * 8;
+                const bool there = first_m + row < M && k < to * 64;
+                const u16 *source = there ? x + (i64)(first_m + row) * stride + k : x;
+                const int at = (block * BATCH + row) * 8 + (((c & 1) * 4 + (c >> 1)) ^ ((row & 1) * 4));
+                copy16(xs + (group % STAGES) * STAGE + at * 16, source, there);
+            }
+        commit();
+    };
+#pragma unroll
+    for (int b = 0; b < GROUP; b++) load_packed(b, from + b);
+    load_scales(from);
+    for (int i = 0; i < STAGES - 1; i++) load_x(i);
+    // A byte of W -> its two values, once a bank.
+    for (int i = tid; i < 256 * 8; i += THREADS) {
+        const u32 v = pack(code[i >> 7] * factor, code[(i >> 3) & 15] * factor);
+        ((uint4 *)shared)[i] = make_uint4(v, v, v, v);
+    }
+
+    const float inverse = 1.f / factor;
+    float sum[R][MT][4] = {};
+    const u32 lane4 = lane * 4, xlane = (g * 8 + (t ^ ((g & 1) * 4))) * 16;
+    for (int group = 0; group < groups; group++) {
+        wait();
+        __syncthreads();
+        load_x(group + STAGES - 1);
+        const u8 *xg = xs + (group % STAGES) * STAGE;
+        const int block = from + group * GROUP;
+        float mine[R][2];
+#pragma unroll
+        for (int i = 0; i < R * 2; i++) mine[i / 2][i % 2] = block + t < to ? next[i / 2][i % 2] * inverse : 0.f;
+        load_scales(block + GROUP);
+#pragma unroll
+        for (int b = 0; b < GROUP; b++) {
+            u32 a[R][4][4];
+            float scale[R][2];
+#pragma unroll
+            for (int i = 0; i < R * 2; i++) {
+                const int r = i / 2, h = i % 2;
+                scale[r][h] = __shfl_sync(0xffffffffu, mine[r][h], (lane & 28) | b);
+#pragma unroll
+                for (int s = 0; s < 4; s++) {
+                    const u32 v = s < 2 ? packed[b][r][h].x : packed[b][r][h].y;
+                    const u32 low = (s & 1 ? v >> 9 : v << 7) & 0x7f80u, high = (s & 1 ? v >> 17 : v >> 1) & 0x7f80u;
+                    a[r][s][h] = *(const u32 *)(shared + (low | lane4));
+                    a[r][s][h + 2] = *(const u32 *)(shared + (high | lane4));
+                }
+            }
+            load_packed(b, block + GROUP + b);
+#pragma unroll
+            for (int n = 0; n < MT; n++) {
+                const u32 at = (b * BATCH + n * 8) * 128 + xlane;
+                const uint4 p = *(const uint4 *)(xg + at), q = *(const uint4 *)(xg + (at ^ 64));
+#pragma unroll
+                for (int r = 0; r < R; r++) {
+                    float c[4] = {};
+                    mma(c, a[r][0], p.x, p.y);
+                    mma(c, a[r][1], p.z, p.w);
+                    mma(c, a[r][2], q.x, q.y);
+                    mma(c, a[r][3], q.z, q.w);
+#pragma unroll
+                    for (int i = 0; i < 4; i++) sum[r][n][i] = __fmaf_rn(c[i], scale[r][i / 2], sum[r][n][i]);
+                }
+            }
+        }
+    }
+
+    // Split K: every block leaves its sums; the last one to come adds all of them, always in the same order.
+    if (gridDim.y > 1) {
+        __shared__ int arrived;
+        const int tile = blockIdx.z * gridDim.x + blockIdx.x, tiles = gridDim.x * gridDim.z;
+        float4 *place = partial + ((i64)tile * R * MT) * THREADS + tid;
+        const i64 step = (i64)tiles * R * MT * THREADS;
+#pragma unroll
+        for (int i = 0; i < R * MT; i++) {
+            const float *v = sum[i / MT][i % MT];
+            __stcg(place + blockIdx.y * step + i * THREADS, make_float4(v[0], v[1], v[2], v[3]));
+        }
+        __threadfence();
+        __syncthreads();
+        if (tid == 0) arrived = atomicAdd(counters + tile, 1);
+        __syncthreads();
+        if (arrived != gridDim.y - 1) return;
+        __threadfence();
+#pragma unroll
+        for (int i = 0; i < R * MT; i++) {
+            float *v = sum[i / MT][i % MT];
+            v[0] = v[1] = v[2] = v[3] = 0.f;
+#pragma unroll 4
+            for (int s = 0; s < gridDim.y; s++) {
+                const float4 p = __ldcg(place + s * step + i * THREADS);
+                v[0] += p.x, v[1] += p.y, v[2] += p.z, v[3] += p.w;
+            }
+        }
+        if (tid == 0) counters[tile] = 0;
+    }
+#pragma unroll
+    for (int r = 0; r < R; r++)
+#pragma unroll
+        for (int n = 0; n < MT; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int row = row0 + r * 16 + i / 2 * 8, m = first_m + n * 8 + t * 2 + i % 2;
+                if (row < N && m < M) y[(i64)m * N + row] = (u16)pack(sum[r][n][i], 0.f);
+            }
+}

@@ -1,0 +1,277 @@
+"""A 4-bit matrix product for decoding batches, on bitsandbytes' weights as they are (`nf4.cu`).
+
+bitsandbytes unpacks a weight to 16 bits in memory for every product of more than a few rows. The kernel here reads the
+packed weight once. It is compiled at run time by NVRTC, which comes with torch, so no CUDA toolkit is needed.
+
+`Products.apply` is what the linear method calls. For each shape and number of rows it times the kernel and
+bitsandbytes once, on the layer's own weight, checks that they agree, prints what it chose and why, and keeps to it.
+Whatever it doesn't know goes bitsandbytes' way, and says so once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from . import nvrtc
+
+LIMIT = 128
+"""rows of x (sequences that decode together); more go bitsandbytes' way"""
+FACTOR = 1.437
+"""NF4's table times this, rounded to bfloat16, is off by 6.3e-4 (relative, rms); unscaled by 1.06e-3"""
+BLOCK_K = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """How nf4.cu is compiled; the names are its macros."""
+
+    MT: int
+    R: int
+    WARPS: int
+    STAGES: int
+    RESIDENT: int
+    HALF: int = 0
+
+    @property
+    def rows(self) -> int:
+        """of W, a block of threads"""
+        return self.WARPS * self.R * 16
+
+    @property
+    def shared(self) -> int:
+        """bytes: the table, and the stages of x"""
+        return 256 * 128 + self.STAGES * 4 * self.MT * 8 * 128
+
+    def grid(self, rows: int, n: int, k: int, split: int) -> tuple[int, int, int]:
+        """`split` is lowered where a block of threads would be left without work; 4 blocks of 64 are the least."""
+        blocks = -(-k // BLOCK_K)
+        per = math.ceil(math.ceil(blocks / split) / 4) * 4
+        return -(-n // self.rows), -(-blocks // per), -(-rows // (self.MT * 8))
+
+    def workspace(self, grid: tuple[int, int, int]) -> int:
+        """float32 values that the blocks of a split K leave for the last of them"""
+        return self.rows * self.MT * 8 * grid[0] * grid[1] * grid[2] if grid[1] > 1 else 0
+
+
+VARIANTS = {
+    1: (Variant(1, 1, 8, 4, 2),),
+    2: (Variant(2, 1, 8, 4, 2), Variant(2, 2, 8, 4, 1)),
+    4: (Variant(4, 2, 8, 3, 1), Variant(4, 1, 8, 3, 2)),
+    8: (Variant(8, 2, 8, 2, 1), Variant(8, 1, 8, 2, 2)),
+}
+"""by tiles of 8 rows of x; the fastest is chosen by measuring"""
+
+
+def variants(rows: int, half: bool) -> list[Variant]:
+    tiles = next((tiles for tiles in VARIANTS if tiles * 8 >= rows), 8)
+    return [dataclasses.replace(variant, HALF=int(half)) for variant in VARIANTS[tiles]]
+
+
+def splits(variant: Variant, rows: int, n: int, k: int, processors: int) -> list[int]:
+    """How often to cut K: so that the blocks of threads fill the card once or twice, or not at all."""
+    places = processors * variant.RESIDENT
+    tiles, _, batches = variant.grid(rows, n, k, 1)
+    wanted = [1, places // (tiles * batches), 2 * places // (tiles * batches)]
+    return sorted({variant.grid(rows, n, k, max(1, split))[1] for split in wanted})
+
+
+@functools.cache
+def compiled(variant: Variant, capability: tuple[int, int]) -> Any:
+    source = Path(__file__).with_name("nf4.cu").read_bytes()
+    binary = nvrtc.cubin(source, dataclasses.asdict(variant), capability)
+    return nvrtc.load(binary, b"nf4_matmul", variant.shared)
+
+
+@dataclasses.dataclass
+class Weight:
+    """A layer's packed weight, its shards' scales by address (they are not copied), and the kernel's own counters."""
+
+    packed: Any
+    """uint8, N * K / 2 values, row-major, high nibble first"""
+    n: int
+    k: int
+    shards: Any
+    """int64 (shards, 2): the first row, the address of absmax"""
+    code: Any
+    """float32 (16,)"""
+    counters: Any
+    """int32, zero between launches: how many blocks of a split K have come"""
+    states: list
+    """keeps what `shards` points at alive"""
+
+
+def unsupported(packed: Any, states: list) -> str | None:
+    """Why the kernel can't take this weight, or None."""
+    import torch
+
+    first = states[0]
+    for state in states:
+        if state.quant_type != "nf4" or state.blocksize != BLOCK_K:
+            return f"{state.quant_type} with blocks of {state.blocksize} values"
+        if state.nested or state.absmax.dtype != torch.float32:
+            return "its scales are quantized (vLLM's own are not)"
+        if len(state.shape) != 2 or state.shape[1] != first.shape[1] or state.shape[1] % BLOCK_K:
+            return f"rows of {state.shape[-1]} values, not a multiple of {BLOCK_K}"
+        if not torch.equal(state.code, first.code):
+            return "its shards have different tables"
+        if not state.absmax.is_contiguous() or state.absmax.numel() * BLOCK_K != state.shape[0] * state.shape[1]:
+            return "its scales are laid out otherwise"
+    n = sum(state.shape[0] for state in states)
+    if not packed.is_contiguous() or packed.dtype != torch.uint8 or packed.numel() * 2 != n * first.shape[1]:
+        return "its values are laid out otherwise"
+    if packed.data_ptr() % 16 or packed.numel() >= 2**32:
+        return "it is not aligned to 16 bytes, or has 4 GiB or more"
+    return None
+
+
+def weight(packed: Any, states: list) -> Weight:
+    """`unsupported` must have found nothing."""
+    import torch
+
+    table, row = [], 0
+    for state in states:
+        table.append((row, state.absmax.data_ptr()))
+        row += state.shape[0]
+    shards = torch.tensor(table, dtype=torch.int64, device=packed.device)
+    # The smallest tile has 16 rows; two batches of 64 at most.
+    counters = torch.zeros(2 * -(-row // 16), dtype=torch.int32, device=packed.device)
+    return Weight(packed, row, states[0].shape[1], shards, states[0].code.float().contiguous(), counters, states)
+
+
+def matmul(x: Any, weight: Weight, variant: Variant, split: int) -> Any:
+    """x (rows, K), bfloat16 or float16, on the GPU -> (rows, N) in the same dtype: x W^T. On torch's current stream.
+
+    The same numbers each time: the partial sums of a split K are added in a fixed order.
+    """
+    import torch
+
+    if x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.contiguous()  # 16 bytes are read at a time
+    rows = x.shape[0]
+    grid = variant.grid(rows, weight.n, weight.k, split)
+    out = torch.empty(rows, weight.n, dtype=x.dtype, device=x.device)
+    partial = torch.empty(variant.workspace(grid), dtype=torch.float32, device=x.device)
+    tensors = (x, weight.packed, weight.shards, weight.code, out, partial, weight.counters)
+    values = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+    values += [ctypes.c_int(v) for v in (weight.shards.shape[0], rows, weight.n, weight.k, x.stride(0))]
+    values.append(ctypes.c_float(FACTOR))
+    arguments = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+    kernel = compiled(variant, torch.cuda.get_device_capability(x.device))
+    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
+    threads = variant.WARPS * 32
+    result = nvrtc.driver().cuLaunchKernel(kernel, *grid, threads, 1, 1, variant.shared, stream, arguments, None)
+    nvrtc.check(result, "cuLaunchKernel")
+    return out
+
+
+def seconds(call: Callable[[], Any], repeats: int = 7) -> float:
+    """Median of replaying `call` as a CUDA graph, the GPU's cache overwritten before each, as the other layers do."""
+    import torch
+
+    call()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # not torch.cuda.graph, which collects garbage each time
+        graph.capture_begin()
+        call()
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(side)
+    cache = torch.empty(torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.uint8, device="cuda")
+    times = []
+    for i in range(repeats + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        cache.fill_(i)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times[2:])
+
+
+def timings(x: Any, weight: Weight) -> dict[tuple[Variant, int], float]:
+    """Seconds of each (variant, split) that may be the fastest for this x and weight."""
+    import torch
+
+    rows, processors = x.shape[0], torch.cuda.get_device_properties(x.device).multi_processor_count
+    return {
+        (variant, split): seconds(functools.partial(matmul, x, weight, variant, split))
+        for variant in variants(rows, x.dtype == torch.float16)
+        for split in splits(variant, rows, weight.n, weight.k, processors)
+    }
+
+
+class Products:
+    """Which product each layer, shape and number of rows takes. `say` prints one line for each choice."""
+
+    def __init__(self, enabled: bool = True, say: Callable[[str], None] = print) -> None:
+        self.enabled, self.say = enabled, say
+        self.chosen: dict[tuple, tuple[Variant, int] | None] = {}
+        self.said: set[str] = set()
+
+    def once(self, text: str) -> None:
+        if text not in self.said:
+            self.said.add(text)
+            self.say(text)
+
+    def apply(self, layer: Any, x: Any, packed: Any, states: list, other: Callable[[Any], Any]) -> Any:
+        """x (rows, K) -> (rows, N), by the kernel where it is faster, else by `other(x)`, bitsandbytes' way."""
+        import torch
+
+        if not self.enabled or not x.is_cuda or x.shape[0] > LIMIT or x.dtype not in (torch.bfloat16, torch.float16):
+            return other(x)
+        capturing = torch.cuda.is_current_stream_capturing()
+        if not hasattr(layer, "nf4_weight"):
+            if capturing:
+                return other(x)
+            reason = unsupported(packed, states)
+            if torch.cuda.get_device_capability(x.device) < (8, 0):
+                reason = "the kernel needs an Ampere GPU or a newer one"
+            if reason:
+                self.once(f"4-bit products: bitsandbytes for a weight of {list(packed.shape)}: {reason}")
+            layer.nf4_weight = None if reason else weight(packed, states)
+        mine = layer.nf4_weight
+        if mine is None or x.shape[0] == 0:
+            return other(x)
+        key = (x.shape[0], mine.n, mine.k, x.dtype)
+        if key not in self.chosen:
+            if capturing:
+                return other(x)  # nothing can be timed in here; vLLM runs every size once before it captures it
+            self.chosen[key] = self.choose(x, mine, other)
+        return matmul(x, mine, *self.chosen[key]) if self.chosen[key] else other(x)
+
+    def choose(self, x: Any, mine: Weight, other: Callable[[Any], Any]) -> tuple[Variant, int] | None:
+        """Times both; None is bitsandbytes. A kernel that fails, or whose result is another, is never taken."""
+        import torch
+
+        name = f"4-bit product {mine.n} x {mine.k}, {x.shape[0]} rows"
+        try:
+            # A warm-up's x may be zeros, which show nothing. The global generators are left alone.
+            generator = torch.Generator(x.device).manual_seed(0)
+            trial = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
+            theirs = other(trial)
+            usual = seconds(lambda: other(trial))
+            times = timings(trial, mine)
+            best = min(times, key=times.get)
+            ours = matmul(trial, mine, *best)
+        except (RuntimeError, OSError) as error:
+            self.once(f"4-bit products: bitsandbytes, since the kernel fails here: {error}")
+            self.enabled = False
+            return None
+        gap = (ours.float() - theirs.float()).norm() / theirs.float().norm().clamp_min(1e-30)
+        words = f"{times[best] * 1e6:.0f} against {usual * 1e6:.0f} microseconds"
+        if not gap < 0.02:
+            self.once(f"{name}: bitsandbytes, since the kernel's result is off by {gap:.1%}")
+        elif times[best] < usual:
+            self.once(f"{name}: the kit's kernel, {words}")
+            return best
+        else:
+            self.once(f"{name}: bitsandbytes, {words} for the kit's kernel")
+        return None

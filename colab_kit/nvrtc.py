@@ -1,0 +1,68 @@
+"""CUDA C++ compiled at run time, by the NVRTC that comes with torch; no toolkit, no C++ compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+
+def check(result: int, what: str) -> None:
+    if result:
+        raise RuntimeError(f"{what} failed with code {result}")
+
+
+@functools.cache
+def driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def compiler(major: str) -> Any:
+    """NVRTC of CUDA `major`, as the loader finds it, or from the packages that torch's wheels bring."""
+    names = [f"libnvrtc.so.{major}"]
+    spec = importlib.util.find_spec("nvidia")
+    for folder in map(Path, spec.submodule_search_locations if spec else ()):
+        names += map(str, folder.glob(f"*/lib/libnvrtc.so.{major}*"))
+    for name in names:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise RuntimeError(f"there is no NVRTC of CUDA {major}")
+
+
+def cubin(source: bytes, macros: dict[str, int], capability: tuple[int, int], major: str | None = None) -> bytes:
+    """Machine code for a compute capability. RuntimeError with the compiler's words where it fails."""
+    if major is None:
+        import torch
+
+        major = torch.version.cuda.split(".")[0]
+    nvrtc, program, size = compiler(major), ctypes.c_void_p(), ctypes.c_size_t()
+    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
+    options += [f"-D{name}={value}" for name, value in macros.items()]
+    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernel.cu", 0, None, None), "nvrtcCreateProgram")
+    try:
+        flags = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+        if nvrtc.nvrtcCompileProgram(program, len(options), flags):
+            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise RuntimeError("the kernel does not compile: " + log.value.decode()[:400])
+        check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
+        binary = ctypes.create_string_buffer(size.value)
+        check(nvrtc.nvrtcGetCUBIN(program, binary), "nvrtcGetCUBIN")
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return binary.raw
+
+
+def load(binary: bytes, name: bytes, shared: int) -> Any:
+    """A kernel in the current CUDA context, allowed `shared` bytes of dynamic shared memory."""
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    check(driver().cuModuleLoadData(ctypes.byref(module), binary), "cuModuleLoadData")
+    check(driver().cuModuleGetFunction(ctypes.byref(function), module, name), "cuModuleGetFunction")
+    check(driver().cuFuncSetAttribute(function, 8, shared), "cuFuncSetAttribute")  # 8: dynamic shared memory, at most
+    return function

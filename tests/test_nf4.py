@@ -1,0 +1,223 @@
+"""The 4-bit product: the kernel's own source, run thread by thread on the CPU, and on a GPU where there is one."""
+
+import copy
+import ctypes
+import dataclasses
+import math
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from bitsandbytes import matmul_4bit
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colab_kit import nf4, nvrtc
+
+FEW = settings(max_examples=12, deadline=None)
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def quantized(shard_rows, k, seed, device="cpu", quant_type="nf4", nested=False):
+    """As vLLM holds it: the shards' packed rows in one tensor, a state each."""
+    generator = torch.Generator().manual_seed(seed)
+    parts, states = [], []
+    for rows in shard_rows:
+        values = torch.randn(rows, k, generator=generator).to(device)
+        options = {"quant_type": quant_type, "compress_statistics": nested}
+        packed, state = quantize_4bit(values, blocksize=64, quant_storage=torch.uint8, **options)
+        parts.append(packed)
+        states.append(state)
+    return torch.cat(parts), states
+
+
+def exact(packed, states, x, absolute=False):
+    """The product of the dequantized weights (or of their and x's absolute values) in float64."""
+    out, at = [], 0
+    for state in states:
+        size = state.shape[0] * state.shape[1] // 2
+        wide = copy.copy(state)
+        wide.dtype = torch.float32
+        rows = dequantize_4bit(packed[at : at + size], wide)
+        rows, wide_x = rows.double(), x.double()
+        out.append(wide_x.abs() @ rows.abs().T if absolute else wide_x @ rows.T)
+        at += size
+    return torch.cat(out, dim=1)
+
+
+def assert_right(result, packed, states, x):
+    """No element is off by more than the table's rounding and its own can explain."""
+    unit = 2**-8 if x.dtype == torch.bfloat16 else 2**-11
+    truth = exact(packed, states, x)
+    slack = unit * truth.abs() + unit / 2 * exact(packed, states, x, absolute=True) + 1e-6
+    assert ((result.double() - truth).abs() <= slack).all()
+
+
+def all_variants():
+    return [variant for some in nf4.VARIANTS.values() for variant in some]
+
+
+def off(result, truth):
+    return ((result.double() - truth).norm() / truth.norm()).item()
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    """launch(variant) -> nf4.cu compiled for this CPU."""
+    if not shutil.which("g++"):
+        pytest.skip("no C++ compiler")
+    folder, found = tmp_path_factory.mktemp("nf4"), {}
+
+    def build(variant):
+        if variant not in found:
+            library = folder / f"{len(found)}.so"
+            macros = [f"-D{name}={value}" for name, value in dataclasses.asdict(variant).items()]
+            source = Path(__file__).with_name("nf4_emulated.cpp")
+            command = ["g++", "-O1", "-std=c++20", "-w", "-shared", "-fPIC", *macros, str(source), "-o", str(library)]
+            subprocess.run(command, check=True)
+            found[variant] = ctypes.CDLL(str(library)).launch
+        return found[variant]
+
+    return build
+
+
+def run_emulated(launch, x, packed, states, variant, split):
+    weight = nf4.weight(packed, states)
+    grid = variant.grid(x.shape[0], weight.n, weight.k, split)
+    out = torch.full((x.shape[0], weight.n), float("nan"), dtype=x.dtype)
+    partial = torch.full((variant.workspace(grid),), float("nan"))
+    pointers = [ctypes.c_void_p(v.data_ptr()) for v in (x, packed, weight.shards, weight.code, out, partial)]
+    sizes = [len(states), x.shape[0], weight.n, weight.k, x.stride(0)]
+    launch(*pointers, ctypes.c_void_p(weight.counters.data_ptr()), *sizes, ctypes.c_float(nf4.FACTOR), *grid)
+    assert not weight.counters.any(), "the counters must be zero again for the next launch"
+    return out
+
+
+SMALL = [nf4.Variant(1, 1, 2, 4, 1), nf4.Variant(2, 2, 1, 3, 1), nf4.Variant(2, 1, 2, 2, 1, 1)]
+
+
+@given(
+    variant=st.sampled_from(SMALL),
+    rows=st.integers(1, 20),
+    shards=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    blocks=st.integers(1, 11),
+    split=st.integers(1, 3),
+    seed=st.integers(0, 2**30),
+)
+@FEW
+def test_the_kernel_multiplies_as_exactly_as_bitsandbytes(emulated, variant, rows, shards, blocks, split, seed):
+    dtype = DTYPES[variant.HALF]
+    packed, states = quantized(shards, blocks * 64, seed)
+    before = packed.clone()
+    x = torch.randn(rows, blocks * 64 + 8, generator=torch.Generator().manual_seed(seed)).to(dtype)[:, : blocks * 64]
+    ours = run_emulated(emulated(variant), x, packed, states, variant, split)
+    assert_right(ours, packed, states, x)
+    assert torch.equal(packed, before), "the packed weights are never written"
+
+
+def test_the_kernels_error_is_not_above_bitsandbytes_own(emulated):
+    variant = nf4.Variant(2, 1, 2, 2, 1)
+    packed, states = quantized([64, 32], 1024, 3)
+    x = torch.randn(16, 1024, generator=torch.Generator().manual_seed(5)).bfloat16()
+    truth = exact(packed, states, x)
+    ours = run_emulated(emulated(variant), x, packed, states, variant, 2)
+    with torch.no_grad():
+        cut = 64 * 1024 // 2
+        parts = zip((packed[:cut], packed[cut:]), states, strict=True)
+        theirs = torch.cat([matmul_4bit(x, part.t(), state) for part, state in parts], dim=1)
+    print(f"\nerror against float64: {off(ours, truth):.2e}, bitsandbytes {off(theirs, truth):.2e}")
+    assert off(ours, truth) <= off(theirs, truth)
+
+
+@pytest.mark.parametrize("variant", all_variants())
+@pytest.mark.parametrize("half", [0, 1])
+def test_every_variant_that_a_gpu_would_run(emulated, variant, half):
+    variant = dataclasses.replace(variant, HALF=half)
+    packed, states = quantized([150, 51], 576, 11)
+    x = torch.randn(variant.MT * 8 + 3, 576, generator=torch.Generator().manual_seed(7)).to(DTYPES[half])
+    first = run_emulated(emulated(variant), x, packed, states, variant, 2)
+    assert_right(first, packed, states, x)
+    assert torch.equal(first, run_emulated(emulated(variant), x, packed, states, variant, 2)), "the same bits again"
+
+
+@given(n=st.integers(1, 60000), blocks=st.integers(1, 500), rows=st.integers(1, 128), processors=st.integers(1, 200))
+def test_no_split_leaves_a_block_of_threads_without_work(n, blocks, rows, processors):
+    for variant in nf4.variants(rows, False):
+        for split in nf4.splits(variant, rows, n, blocks * 64, processors):
+            tiles, parts, batches = variant.grid(rows, n, blocks * 64, split)
+            per = math.ceil(math.ceil(blocks / parts) / 4) * 4  # as nf4.cu cuts K
+            assert (parts - 1) * per < blocks <= parts * per
+            assert tiles * variant.rows >= n and batches * variant.MT * 8 >= rows and batches <= 2
+            assert tiles * batches <= 2 * -(-n // 16), "the counters suffice"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_every_variant_compiles_for_ampere_and_hopper_by_nvrtc(capability):
+    """`pip install nvidia-cuda-nvrtc` brings the compiler; no GPU is needed."""
+    try:
+        nvrtc.compiler("13")
+    except RuntimeError:
+        pytest.skip("no NVRTC")
+    source = Path(nf4.__file__).with_name("nf4.cu").read_bytes()
+    for variant in [dataclasses.replace(v, HALF=half) for v in all_variants() for half in (0, 1)]:
+        assert len(nvrtc.cubin(source, dataclasses.asdict(variant), capability, "13")) > 10_000
+
+
+UNKNOWN = [({"quant_type": "fp4"}, "fp4"), ({"nested": True}, "quantized"), ({"k": 96}, "multiple of 64")]
+
+
+@pytest.mark.parametrize(("options", "reason"), UNKNOWN)
+def test_what_the_kernel_does_not_know_is_named(options, reason):
+    packed, states = quantized([4], **({"k": 128, "seed": 0} | options))
+    assert reason in nf4.unsupported(packed, states)
+
+
+def test_without_a_gpu_or_switched_off_it_is_bitsandbytes_product():
+    packed, states = quantized([4], 128, 0)
+    x = torch.randn(2, 128).bfloat16()
+    for products in (nf4.Products(enabled=True), nf4.Products(enabled=False)):
+        assert products.apply(SimpleNamespace(), x, packed, states, lambda x: "theirs") == "theirs"
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 7, 8, 16, 33, 64, 65, 128])
+def test_on_the_gpu_it_is_as_exact_and_repeatable_also_in_a_graph(rows, dtype):
+    packed, states = quantized([300, 51], 1088, rows, "cuda")
+    weight = nf4.weight(packed, states)
+    x = torch.randn(rows, 2176, device="cuda").to(dtype)[:, ::2]
+    truth = exact(packed, states, x)
+    theirs = matmul_4bit(x, packed[: 300 * 544].t(), states[0])
+    for variant in nf4.variants(rows, dtype == torch.float16):
+        for split in (1, 2, 3):
+            ours = nf4.matmul(x, weight, variant, split)
+            assert off(ours[:, :300], truth[:, :300]) <= off(theirs, truth[:, :300]) * 1.02
+            assert_right(ours, packed, states, x)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                again = nf4.matmul(x, weight, variant, split)
+            for _ in range(3):
+                again.fill_(float("nan"))
+                graph.replay()
+                assert torch.equal(ours, again)
+    assert not weight.counters.any()
+
+
+@gpu
+def test_the_choice_is_made_once_and_said():
+    lines = []
+    products, layer = nf4.Products(say=lines.append), SimpleNamespace()
+    packed, states = quantized([4096], 4096, 1, "cuda")
+    x = torch.randn(16, 4096, device="cuda").bfloat16()
+
+    def theirs(x):
+        return matmul_4bit(x, packed.t(), states[0])
+
+    for _ in range(2):
+        assert off(products.apply(layer, x, packed, states, theirs), theirs(x).double()) < 5e-3
+    assert len(lines) == 1 and "microseconds" in lines[0]
