@@ -59,11 +59,6 @@ class Dashboard:
         self._front: _Widgets | None = None
         self._faulty: _Widgets | None = None  # no longer drawn, but still to be replaced at the end
 
-    @classmethod
-    def open(cls, report: Report, **options: Any) -> Dashboard:
-        """An open dashboard, for code that can't use `with`; end it with `close(status)`."""
-        return cls(report, **options).__enter__()
-
     def __enter__(self) -> Dashboard:
         self._thread = threading.get_ident()
         self._step_began = self._clock()
