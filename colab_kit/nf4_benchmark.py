@@ -14,6 +14,7 @@ import functools
 import os
 import subprocess
 import sys
+import tempfile
 import time
 
 from . import nf4
@@ -78,7 +79,7 @@ def engine(model: str, batches: list[int], use: bool, tokens: int = 128) -> None
     settings = kit.Settings(
         model_name_or_path=model, dtype="bfloat16", lora_r=32, lora_alpha=64, num_generations=2, nf4_kernel=use,
         max_prompt_length=512, max_completion_length=256, vllm_max_num_seqs=max(batches),
-        vllm_gpu_memory_utilization=0.5, output_dir="/tmp/nf4_benchmark",
+        vllm_gpu_memory_utilization=0.5, output_dir=tempfile.mkdtemp(),
     )  # fmt: skip
     policy = kit.load(settings)
     ids = [[5, 6, 7, 8 + i, 9, 10, 11, 12] * 16 for i in range(max(batches))]
