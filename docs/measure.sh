@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Everything that the README's tables hold for a GPU, each result written as it comes. From the repository's root:
 #
-#     bash docs/measure.sh standby FOLDER      # about 10 minutes on an H200
-#     bash docs/measure.sh lengths FOLDER      # about 15
-#     bash docs/measure.sh cycles  FOLDER      # about 8
-#     bash docs/measure.sh soak    FOLDER      # 20 minutes of faults, and a load
-#     bash docs/measure.sh t4      FOLDER      # what a T4 would run, and float16 (docs/t4.md); not timed yet
-#     bash docs/measure.sh notebooks FOLDER    # not run on a GPU yet; needs nbclient; QWEN_COMPLETION=256 is shorter
-#     bash docs/measure.sh nf4     FOLDER      # the 4-bit product: its tests (pytest, hypothesis), then the tables
+#     bash docs/measure.sh PART FOLDER
+#
+# PART: standby-on, standby-off, fourteen, cycles (Standby); llama, window, qwen, sixteen, passes (long sequences);
+# soak (20 minutes); t4; nf4; notebooks (needs nbclient; QWEN_COMPLETION=256 is shorter). Each of the first nine is meant
+# to take under 9 minutes on an H200, the minute included for which the first engine on a machine compiles its kernels;
+# none has been timed as a whole yet.
 #
 # Several cards: one part each, with CUDA_VISIBLE_DEVICES. A smaller card is emulated by a second process that holds the
-# rest, so nothing else may use the card meanwhile. The first engine on a machine compiles kernels for a minute more.
+# rest, and memory is counted as what the card has in use beyond what others had at the start: nothing else may use the
+# card meanwhile.
 set -u
 part=$1 out=$2
 mkdir -p "$out"
@@ -18,34 +18,50 @@ export COLAB_KIT_DASHBOARD=off PYTHONUNBUFFERED=1
 rows() { name=$1; shift; python3 -m colab_kit.benchmark rows --name "$name" --out "$out/$name.json" "$@"; }
 
 case $part in
-standby)
+standby-*)
   four="--model qwen3_4b --card 14.56 --dtype float16 --attention TRITON_ATTN --sdpa efficient --steps 2"
-  rows qwen3-4b-0.7-on $four --row 2 --lengths 1024,4096,16384,40960 --kernels
-  rows qwen3-4b-0.7-off $four --row 5 --lengths 1024,4096,16384,24576,32768
+  ;;&
+standby-on)
+  rows qwen3-4b-0.7-on $four --row 2 --lengths 1024,4096,16384,32768 --kernels
   rows qwen3-4b-0.9-on $four --row 1 --lengths 1024,4096,40960
+  rows qwen3-4b-0.95-on $four --row 0 --lengths 1024,4096
+  ;;
+standby-off)
+  rows qwen3-4b-0.7-off $four --row 5 --lengths 1024,4096,16384,24576,32768
   rows qwen3-4b-0.9-off $four --row 3 --lengths 1024,4096,8192,16384
   rows qwen3-4b-0.8-off $four --row 4 --lengths 1024,4096,16384,24576
-  rows qwen3-4b-0.95-on $four --row 0 --lengths 1024,4096
+  ;;
+fourteen) # with and without Standby; memory does not depend on how many sequences follow one another
   fourteen="--model qwen25_14b --16bit --card 79.2 --dtype bfloat16 --generations 8 --accumulation 1 --completion 64"
   rows qwen25-14b-16bit $fourteen --row 6,7 --lengths 32768 --steps 1
   ;;
-lengths)
-  step="--generations 2 --accumulation 1 --completion 64 --steps 1 --row 6"
-  t4="--model llama31_8b --card 14.56 --dtype float16 --attention TRITON_ATTN --sdpa efficient"
-  rows llama-8b-t4 $step $t4 --lengths 4096,16384,32768,49152
-  rows llama-8b-40 $step --model llama31_8b --card 39.4 --dtype bfloat16 --lengths 16384,98304
-  rows llama-8b-80 $step --model llama31_8b --card 79.2 --dtype bfloat16 --lengths 131072
-  rows qwen3-32b-40 $step --model qwen3_32b --card 39.4 --dtype bfloat16 --lengths 8192,32768
-  rows qwen3-32b-80 $step --model qwen3_32b --card 79.2 --dtype bfloat16 --lengths 40960
-  rows qwen3-32b-16bit-80 $step --model qwen3_32b --16bit --card 79.2 --dtype bfloat16 --lengths 12288
-  ;;
 cycles)
   export UNSLOTH_VLLM_STANDBY=1
-  eight="--model llama31_8b --dtype bfloat16"
-  python3 -m colab_kit.benchmark soak $eight --lengths 1024 --completion 640 --cycles 200 --steps 10 --utilization 0.25 |
-    grep --line-buffered RESULT | tee "$out/cycles.txt"
-  python3 -m colab_kit.benchmark passes $eight --lengths 4096,16384,65536 --steps 2 --utilization 0.3 |
-    grep --line-buffered RESULT | tee "$out/passes.txt"
+  python3 -m colab_kit.benchmark soak --model llama31_8b --dtype bfloat16 --lengths 1024 --completion 640 --cycles 200 \
+    --steps 10 --utilization 0.25 | grep --line-buffered RESULT | tee "$out/cycles.txt"
+  ;;
+passes)
+  export UNSLOTH_VLLM_STANDBY=1
+  python3 -m colab_kit.benchmark passes --model llama31_8b --dtype bfloat16 --lengths 4096,16384,65536 --steps 2 \
+    --utilization 0.3 | grep --line-buffered RESULT | tee "$out/passes.txt"
+  ;;
+llama | window | qwen | sixteen)
+  step="--generations 2 --accumulation 1 --completion 64 --steps 1 --row 6"
+  t4="--model llama31_8b --card 14.56 --dtype float16 --attention TRITON_ATTN --sdpa efficient"
+  ;;&
+llama)
+  rows llama-8b-t4 $step $t4 --lengths 4096,16384,32768,49152
+  rows llama-8b-40 $step --model llama31_8b --card 39.4 --dtype bfloat16 --lengths 16384,98304
+  ;;
+window)
+  rows llama-8b-80 $step --model llama31_8b --card 79.2 --dtype bfloat16 --lengths 131072
+  ;;
+qwen)
+  rows qwen3-32b-40 $step --model qwen3_32b --card 39.4 --dtype bfloat16 --lengths 8192,32768
+  rows qwen3-32b-80 $step --model qwen3_32b --card 79.2 --dtype bfloat16 --lengths 40960
+  ;;
+sixteen)
+  rows qwen3-32b-16bit-80 $step --model qwen3_32b --16bit --card 79.2 --dtype bfloat16 --lengths 12288
   ;;
 soak)
   set -o pipefail # its exit code says whether something was lost
