@@ -156,6 +156,8 @@ def matmul(x: Any, weight: Weight, variant: Variant, split: int) -> Any:
         x = x.contiguous()  # 16 bytes are read at a time
     rows = x.shape[0]
     grid = variant.grid(rows, weight.n, weight.k, split)
+    if grid[0] * grid[2] > weight.counters.numel():
+        raise ValueError(f"{rows} rows in tiles of {variant.MT * 8}: take a variant of `variants({rows}, ...)`")
     out = torch.empty(rows, weight.n, dtype=x.dtype, device=x.device)
     partial = torch.empty(variant.workspace(grid), dtype=torch.float32, device=x.device)
     tensors = (x, weight.packed, weight.shards, weight.code, out, partial, weight.counters)
