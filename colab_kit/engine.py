@@ -280,20 +280,13 @@ def preserved_rng():
 @contextlib.contextmanager
 def real_file_descriptors():
     """vLLM asks `sys.stdout.fileno()` while starting; a notebook's stdout has none to give."""
-    try:
-        sys.stdout.fileno()
-        notebook_stdout = None
-    except (AttributeError, OSError, ValueError):
-        notebook_stdout = sys.stdout
-    if notebook_stdout is None:  # outside the try: an error of the start itself must pass unchanged
-        yield
-        return
-    with open(1, "w", closefd=False) as process_stdout:
-        sys.stdout = process_stdout
+    with contextlib.ExitStack() as stack:
         try:
-            yield
-        finally:
-            sys.stdout = notebook_stdout
+            sys.stdout.fileno()
+        except (AttributeError, OSError, ValueError):
+            process_stdout = stack.enter_context(open(1, "w", closefd=False))
+            stack.enter_context(contextlib.redirect_stdout(process_stdout))
+        yield  # outside the try: an error of the start itself must pass unchanged
 
 
 def _completion(sample: Any) -> Completion:
