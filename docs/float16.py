@@ -16,11 +16,8 @@ from pathlib import Path
 import torch
 
 import colab_kit as kit
+from colab_kit.measure import alternating
 from colab_kit.shapes import write_checkpoint
-
-
-def alternating(completions, **_):
-    return [float(i % 2) for i in range(len(completions))]
 
 
 def host_memory(what: str) -> None:
