@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .planning import sizes
 from .training_pass import GIB, Devices, choose_devices, expands_kv, host_room, micro_batch_tokens
 
 if TYPE_CHECKING:
@@ -52,16 +53,16 @@ def choose_pass(policy: Policy, settings: Settings):
     """
     from .host_store import HostStore
 
+    config, itemsize = policy.model.get_base_model().config, policy.engine.dtype.itemsize
     if policy.device.type == "cpu":
-        tokens = settings.max_tokens_per_micro_batch or max(2048, settings.max_model_length)
+        tokens, _ = micro_batch_tokens(config, settings, itemsize, None, False)
         print(f"Training pass: micro-batches of at most {tokens:,} tokens; {Devices()} (a CPU).")
         return tokens, Devices(), None, 0
-    config, itemsize = policy.model.get_base_model().config, policy.engine.dtype.itemsize
     expand = expands_kv(settings, torch.cuda.get_device_capability(policy.device))
-    trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+    planned = sizes(config, settings, itemsize)
     policy.engine.give_back_cached_blocks()
     free, host = policy.engine.free_bytes(), host_room()
-    room = free - 6 * trained  # float32 gradients, 8-bit optimizer states
+    room = free - planned.gradients - planned.optimizer
     tokens, why = micro_batch_tokens(config, settings, itemsize, room, expand)
     devices, needed = choose_devices(config, settings, itemsize, tokens, room, host, expand)
     print(

@@ -186,7 +186,7 @@ def make_plan(settings: Settings, config: Any, free: int, total: int, capability
         tokens, _ = micro_batch_tokens(config, settings, itemsize, room, expand)
         _, needed = choose_devices(config, settings, itemsize, tokens, room, host_room(), expand)
     else:
-        tokens, _ = micro_batch_tokens(config, settings, itemsize, 0, expand)
+        tokens, _ = micro_batch_tokens(config, settings, itemsize, None, expand)
         needed = activations(config, settings, itemsize, tokens, Devices(), 0)
         if s.idle > free:
             raise MemoryError(

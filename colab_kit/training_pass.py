@@ -110,11 +110,13 @@ def choose_devices(
     )
 
 
-def micro_batch_tokens(config: Any, s: Settings, itemsize: int, room: int, expand_kv: bool) -> tuple[int, str]:
-    """Tokens that one forward and backward takes, and why."""
+def micro_batch_tokens(config: Any, s: Settings, itemsize: int, room: int | None, expand_kv: bool) -> tuple[int, str]:
+    """Tokens that one forward and backward takes, and why; `room` None: on a CPU."""
     if s.max_tokens_per_micro_batch:
         return s.max_tokens_per_micro_batch, "as set"
     length = s.max_model_length
+    if room is None:
+        return max(length, 2048), "one sequence of full length, or 2,048"
     several = min(s.completions_per_step * length, max(length, 8192))
     plain = Devices(True, expand_kv=expand_kv)
     if several > length and activations(config, s, itemsize, several, plain, 0) <= room // 2:
