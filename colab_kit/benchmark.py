@@ -31,6 +31,8 @@ from .shapes import SHAPES
 
 ROWS = [(1, 0.95), (1, 0.9), (1, 0.7), (0, 0.9), (0, 0.8), (0, 0.7), (1, None), (0, None)]
 """(UNSLOTH_VLLM_STANDBY, vllm_gpu_memory_utilization); None: as the plan chooses"""
+WORK = str(Path(tempfile.gettempdir()) / "colab_kit_benchmark")
+"""where random weights are kept for the next time"""
 
 
 HOLD = """
@@ -180,17 +182,18 @@ def add_engine_arguments(parser: argparse.ArgumentParser, model: str, rank: int)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--attention", help="vLLM's attention backend")
     parser.add_argument("--sdpa", help="torch's attention kernel while training: efficient is what a T4 uses")
-    parser.add_argument("--work", default=str(Path(tempfile.gettempdir()) / "colab_kit_benchmark"))
+    parser.add_argument("--work", default=WORK)
 
 
-def random_model(options: argparse.Namespace) -> str:
-    """The folder of `--model`'s random weights, written once, by a process that takes its memory with it."""
-    if options.model not in SHAPES:
-        return options.model
-    folder = Path(options.work) / (options.model + ("-16bit" if options.sixteen else ""))
+def random_model(model: str, work: str = WORK, sixteen: bool = False) -> str:
+    """The folder of a shape's random weights, written once, by a process that takes its memory with it; any other
+    `model` as it is."""
+    if model not in SHAPES:
+        return model
+    folder = Path(work) / (model + ("-16bit" if sixteen else ""))
     if not (folder / "tokenizer_config.json").exists():
-        command = [sys.executable, "-m", "colab_kit.shapes", options.model, str(folder)]
-        subprocess.run(command + ["--16bit"] * options.sixteen, check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "colab_kit.shapes", model, str(folder)]
+        subprocess.run(command + ["--16bit"] * sixteen, check=True, stdout=subprocess.DEVNULL)
     return str(folder)
 
 
@@ -216,7 +219,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    options.model = random_model(options)
+    options.model = random_model(options.model, options.work, options.sixteen)
     if options.what != "rows":
         {"measure": measure, "soak": soak, "passes": passes}[options.what](options)
         return

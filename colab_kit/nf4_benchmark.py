@@ -1,7 +1,7 @@
 """The 4-bit product beside bitsandbytes', on the card at hand.
 
     python -m colab_kit.nf4_benchmark kernel      every shape and batch: error, microseconds of each variant and split
-    python -m colab_kit.nf4_benchmark engine --model FOLDER --batches 8,16,32,64
+    python -m colab_kit.nf4_benchmark engine --model llama31_8b --batches 8,16,32,64
 
 `kernel` times with the GPU's cache overwritten before each call, so that the weight comes from memory. `engine` decodes
 with and without the kernel, base and adapter, each in a fresh process. Random inputs; medians.
@@ -18,6 +18,7 @@ import tempfile
 import time
 
 from . import nf4
+from .benchmark import random_model
 
 SHAPES = {
     "Llama-3.1-8B qkv": ([4096, 1024, 1024], 4096),
@@ -99,7 +100,7 @@ def engine(model: str, batches: list[int], use: bool, tokens: int = 128) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("kernel", "engine"))
-    parser.add_argument("--model", help="a folder, as `python -m colab_kit.shapes` writes them")
+    parser.add_argument("--model", help="one of colab_kit.shapes, or a folder")
     parser.add_argument("--batches", default="1,8,16,32,64")
     parser.add_argument("--dtypes", default="bfloat16,float16")
     parser.add_argument("--use", choices=("0", "1"), help="engine: only with (1) or without (0) the kernel")
@@ -108,7 +109,7 @@ def main() -> None:
     if options.what == "kernel":
         kernel(batches, options.dtypes.split(","))
     elif options.use:
-        engine(options.model, batches, options.use == "1")
+        engine(random_model(options.model), batches, options.use == "1")
     else:
         for use in "01":
             command = [sys.executable, "-m", "colab_kit.nf4_benchmark", *sys.argv[1:], "--use", use]

@@ -255,7 +255,7 @@ def main() -> int:
     os.environ.setdefault("COLAB_KIT_DASHBOARD", "off")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     enable_standby()
-    model = random_model(options)
+    model = random_model(options.model, options.work, options.sixteen)
     with tempfile.TemporaryDirectory() as place, smaller_card(options.card):
         settings = Settings(
             model_name_or_path=model, load_in_4bit=not options.sixteen, dtype=options.dtype,

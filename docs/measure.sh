@@ -88,9 +88,7 @@ nf4)
   python3 -m pytest -q -p no:cacheprovider tests/test_nf4.py -k "on_the_gpu or choice" 2>&1 | tail -15 | tee "$out/nf4-tests.txt"
   python3 -m colab_kit.nf4_benchmark kernel | tee "$out/nf4-kernel.md"
   for shape in llama31_8b:8,16,32,64 qwen3_32b:8,16; do
-    folder=${TMPDIR:-/tmp}/colab_kit_benchmark/${shape%:*}
-    [ -f "$folder/tokenizer_config.json" ] || python3 -m colab_kit.shapes "${shape%:*}" "$folder"
-    python3 -m colab_kit.nf4_benchmark engine --model "$folder" --batches "${shape#*:}" | tee "$out/nf4-${shape%:*}.txt"
+    python3 -m colab_kit.nf4_benchmark engine --model "${shape%:*}" --batches "${shape#*:}" | tee "$out/nf4-${shape%:*}.txt"
   done
   ;;
 esac
