@@ -52,11 +52,11 @@ def lora_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torc
     dropout = layer.lora_dropout["default"]
     if layer.disable_adapters or layer.merged or not isinstance(dropout, nn.Identity):
         return type(layer).forward(layer, x, *args, **kwargs)
-    out = layer.base_layer(x)
+    shape, x = x.shape[:-1], x.flatten(0, -2)  # of [1, tokens, width] and a bias torch would return a view
     a, b = (weight.to(x.dtype) for weight in (_a(layer), layer.lora_B["default"].weight))
-    low = nn.functional.linear(x, a).flatten(0, -2)
-    out.view(-1, out.shape[-1]).addmm_(low, b.t(), alpha=layer.scaling["default"])
-    return out
+    low = nn.functional.linear(x, a)
+    out = layer.base_layer(x).addmm_(low, b.t(), alpha=layer.scaling["default"])
+    return out.view(*shape, -1)
 
 
 def renew_adapter(peft_model: PeftModel, settings: Settings) -> PeftModel:

@@ -43,6 +43,14 @@ for name, parameter in policy.model.named_parameters():
         parameter.data.normal_(0, 0.05)
 policy.sync()
 found |= {{"adapter": largest_difference(True), "base": largest_difference(False)}}
+
+def even_tokens(completion_ids, **_):
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+rows = [{{"prompt": f"w{{i}} w{{i + 1}} w{{i + 2}}"}} for i in range(4)]
+run = kit.train(policy, rows, even_tokens, settings.replace(max_steps=1, learning_rate=1e-3))
+found["grad_norm"] = run.metrics[-1]["grad_norm"]
+found["after a step"] = largest_difference(True)
 print(json.dumps(found))
 """
 
@@ -52,10 +60,14 @@ print(json.dumps(found))
     [("tiny_llama", True), ("tiny_qwen2", True), ("tiny_qwen3", True), ("tiny_qwen3", False), ("smollm2", False)],
     ids=["llama 4-bit files", "qwen2 4-bit files", "qwen3 4-bit files", "qwen3 16-bit files", "SmolLM2's weights"],
 )
-def test_sampler_and_trainer_agree_in_float32(shape, load_in_4bit, tiny_checkpoint, in_fresh_process, capsys):
-    """Log-probabilities of vLLM and of the shared model agree to 1e-4, without, with and beside an adapter."""
+def test_every_family_trains_and_its_two_models_agree_in_float32(
+    shape, load_in_4bit, tiny_checkpoint, in_fresh_process, capsys
+):
+    """Log-probabilities of vLLM and of the shared model agree to 1e-4, without, with and beside an adapter, and after a
+    step of training."""
     folder = kit.Settings().model_name_or_path if shape == "smollm2" else tiny_checkpoint(shape, load_in_4bit)
     found = in_fresh_process(AGREEMENT.format(folder=folder))
+    assert 0 < found.pop("grad_norm") < float("inf")
     with capsys.disabled():
         print(f"\n{shape}: largest difference {json.dumps({key: f'{value[0]:.1e}' for key, value in found.items()})}")
     for largest, tokens in found.values():
