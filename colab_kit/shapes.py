@@ -130,16 +130,19 @@ def write_tokenizer(folder: Path, vocab_size: int, words: list[str] | None = Non
 
     `words`: the `vocab_size - 2` words after BOS and EOS; `w0 w1 ...` unless given.
     """
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = ["<bos>", "<eos>"] + (words or [f"w{i}" for i in range(vocab_size - 2)])
+    numbered = [f"w{i}" for i in range(vocab_size - 2)]
+    words = ["<bos>", "<eos>"] + (words or numbered)
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<eos>",
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
+    if words[2:] == numbered:  # transformers reads any Qwen2 tokenizer as BPE, which has no words but these
+        fast.add_tokens([AddedToken(word, single_word=True) for word in numbered[:500]])
     fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     fast.save_pretrained(folder)
 
