@@ -13,7 +13,8 @@ from .presets import Settings
 
 GIB = 2**30
 TOLERANCE = 1.1
-"""an estimate is refused only where it is over the free memory by this factor"""
+"""how good an estimate is: faster devices are taken where it fits with this factor to spare, and the thriftiest are
+refused only where it is over the free memory by as much"""
 
 
 class Dimensions(NamedTuple):
@@ -94,7 +95,7 @@ def choose_devices(
             offloading = s.activation_offloading
         devices = Devices(True, offloading, s.mlp_tile_tokens or tile, expand_kv)
         found.append((devices, activations(config, s, itemsize, tokens, devices, host)))
-        if found[-1][1] <= room:
+        if TOLERANCE * found[-1][1] <= room:
             return found[-1]
     devices, needed = min(found, key=lambda pair: pair[1])
     if needed <= TOLERANCE * room:

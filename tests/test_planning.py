@@ -93,11 +93,11 @@ def test_a_utilization_that_leaves_no_room_is_refused_by_name():
         on_card(kit.presets.LLAMA31_8B_T4.replace(vllm_gpu_memory_utilization=0.5), LLAMA, 14.3, T4)
 
 
-def test_the_fastest_devices_that_fit_are_chosen():
+def test_the_fastest_devices_that_fit_with_a_tenth_to_spare_are_chosen():
     settings, chosen = kit.Settings(lora_r=32), []
-    for room in (5, 3.8, 1.8, 1.3):
+    for room in (5, 4.2, 2, 1.3):
         devices, needed = choose_devices(LLAMA, settings, 2, 8192, int(room * GIB), 10**12, False)
-        assert needed <= room * GIB
+        assert needed <= room * GIB / 1.1
         chosen.append((devices.activation_offloading, devices.mlp_tile_tokens))
     assert chosen == [(False, None), (False, 4096), (True, 4096), (True, 1024)]
 
