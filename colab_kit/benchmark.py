@@ -208,6 +208,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--cycles", type=int, default=200)
     parser.add_argument("--kernels", action="store_true", help="list the 4-bit kernels that decoding runs")
+    parser.add_argument("--offload", action="store_true", help="checkpoints in host memory in any case")
     parser.add_argument("--utilization", type=float)
     parser.add_argument("--peak-tflops", type=float, default=989, help="of the card, for FLOP/s utilization (H100)")
     parser.add_argument("--row", default="0,1,2,3,4,5", help="which rows, by number; 6 and 7: as the plan chooses")
@@ -225,6 +226,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     print(versions() + "\n")
     passed = ["--model", options.model] + ["--16bit"] * options.sixteen + ["--kernels"] * options.kernels
+    passed += ["--offload"] * options.offload
     for name in "card dtype attention sdpa lengths completion generations accumulation rank steps work".split():
         if getattr(options, name) is not None:
             passed += [f"--{name}", str(getattr(options, name))]

@@ -24,6 +24,7 @@ def prepare(options: argparse.Namespace, utilization: float | None, longest: int
         vllm_max_num_seqs=options.generations, sdpa_backend=options.sdpa, vllm_attention_backend=options.attention,
         vllm_gpu_memory_utilization=utilization, max_steps=options.steps, log_completions=False,
         output_dir=str(Path(options.work) / "out"), learning_rate=1e-5,
+        activation_offloading=True if options.offload else None,
     )  # fmt: skip
     return load(settings), settings
 
@@ -184,6 +185,7 @@ def pairs(policy, settings: Settings, length: int, count: int) -> dict:
     turns = [bool(i % 2) == (i // 2 % 2 == 0) for i in range(2 * count)]  # off on on off off on ...
 
     def switch(step: int) -> None:
+        print(f"{step} of {len(turns)} steps", flush=True)
         policy.standby.wake()
         policy.standby.enabled = turns[step % len(turns)] and policy.engine.can_release
         policy.standby.sleep()

@@ -33,7 +33,7 @@ standby-off)
   ;;
 fourteen) # with and without Standby; memory does not depend on how many sequences follow one another
   fourteen="--model qwen25_14b --16bit --card 79.2 --dtype bfloat16 --generations 8 --accumulation 1 --completion 64"
-  rows qwen25-14b-16bit $fourteen --row 6,7 --lengths 32768 --steps 1
+  rows qwen25-14b-16bit $fourteen --offload --row 2,5 --lengths 32768 --steps 1
   ;;
 cycles)
   export UNSLOTH_VLLM_STANDBY=1
