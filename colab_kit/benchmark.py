@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
+import fcntl
 import json
 import os
 import platform
@@ -83,12 +85,14 @@ def in_fresh_process(arguments: list[str], standby: int, timeout: float) -> Iter
 
 
 def rows(options: argparse.Namespace, passed: list[str]) -> list[dict]:
-    results = []
+    results, made = [], {"arguments": f"--model {options.model} {' '.join(passed)}", "versions": versions()}
+    made["date"] = datetime.date.today().isoformat()
+    model = random_model(options.model, options.work, options.sixteen)
     with smaller_card(options.card):
         for standby, utilization in [ROWS[int(i)] for i in options.row.split(",")]:
             share = ["--utilization", str(utilization)] if utilization else []
-            for row in in_fresh_process(["measure", *passed, *share], standby, options.timeout):
-                row |= {"standby": standby, "utilization": utilization, "name": options.name}
+            for row in in_fresh_process(["measure", "--model", model, *passed, *share], standby, options.timeout):
+                row |= {"standby": standby, "utilization": utilization, "name": options.name} | made
                 if "kernels" in row:
                     print(json.dumps(row["kernels"], indent=1), flush=True)
                     continue
@@ -191,9 +195,12 @@ def random_model(model: str, work: str = WORK, sixteen: bool = False) -> str:
     if model not in SHAPES:
         return model
     folder = Path(work) / (model + ("-16bit" if sixteen else ""))
-    if not (folder / "tokenizer_config.json").exists():
-        command = [sys.executable, "-m", "colab_kit.shapes", model, str(folder)]
-        subprocess.run(command + ["--16bit"] * sixteen, check=True, stdout=subprocess.DEVNULL)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two cards may be measured at once
+        if not (folder / "tokenizer_config.json").exists():
+            command = [sys.executable, "-m", "colab_kit.shapes", model, str(folder)]
+            subprocess.run(command + ["--16bit"] * sixteen, check=True, stdout=subprocess.DEVNULL)
     return str(folder)
 
 
@@ -220,14 +227,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    options.model = random_model(options.model, options.work, options.sixteen)
     if options.what != "rows":
+        options.model = random_model(options.model, options.work, options.sixteen)
         {"measure": measure, "soak": soak, "passes": passes}[options.what](options)
         return
     print(versions() + "\n")
-    passed = ["--model", options.model] + ["--16bit"] * options.sixteen + ["--kernels"] * options.kernels
-    passed += ["--offload"] * options.offload
-    for name in "card dtype attention sdpa lengths completion generations accumulation rank steps work".split():
+    passed = ["--16bit"] * options.sixteen + ["--kernels"] * options.kernels + ["--offload"] * options.offload
+    for name in "card dtype attention sdpa lengths completion generations accumulation rank steps".split():
         if getattr(options, name) is not None:
             passed += [f"--{name}", str(getattr(options, name))]
     rows(options, passed)

@@ -141,6 +141,11 @@ def prepare_prompts(dataset: Iterable[dict[str, Any]], tokenizer: Any, settings:
     else:
         texts = [row["prompt"] for row in rows]
     ids = encode_prompts(texts, tokenizer)
+    if [] in ids:
+        raise ValueError(
+            f"the prompt of row {ids.index([])} has no tokens left: the tokenizer knows none of its words; does it "
+            f"belong to this model?"
+        )
 
     window = settings.max_model_length - settings.max_completion_length
     limit, name = window, "vllm_max_model_length - max_completion_length"

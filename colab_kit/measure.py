@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -11,21 +12,33 @@ from statistics import median
 from .presets import Settings
 
 
-def prepare(options: argparse.Namespace, utilization: float | None, longest: int):
-    """A policy for sequences of `longest` tokens."""
-    from . import enable_standby, load
-
-    enable_standby()
-    settings = Settings(
+def settings_for(options: argparse.Namespace, utilization: float | None, longest: int) -> Settings:
+    """Settings for sequences of `longest` tokens."""
+    return Settings(
         model_name_or_path=options.model, load_in_4bit=not options.sixteen, dtype=options.dtype, lora_r=options.rank,
         lora_alpha=2 * options.rank, num_generations=options.generations,
         per_device_train_batch_size=options.generations, gradient_accumulation_steps=options.accumulation,
         max_completion_length=options.completion, max_prompt_length=longest - options.completion,
         vllm_max_num_seqs=options.generations, sdpa_backend=options.sdpa, vllm_attention_backend=options.attention,
-        vllm_gpu_memory_utilization=utilization, max_steps=options.steps, log_completions=False,
+        vllm_gpu_memory_utilization=utilization, max_steps=max(options.steps, 1), log_completions=False,
         output_dir=str(Path(options.work) / "out"), learning_rate=1e-5,
         activation_offloading=True if options.offload else None,
     )  # fmt: skip
+
+
+def at_length(settings: Settings, length: int) -> Settings:
+    """The same for sequences of `length`: as many a micro-batch as make 8,192 tokens, at least one."""
+    together = max(length, min(8192, settings.completions_per_step * length))
+    return settings.replace(
+        max_tokens_per_micro_batch=together, max_prompt_length=length - settings.max_completion_length
+    )
+
+
+def prepare(options: argparse.Namespace, utilization: float | None, longest: int):
+    from . import enable_standby, load
+
+    enable_standby()
+    settings = settings_for(options, utilization, longest)
     return load(settings), settings
 
 
@@ -34,17 +47,13 @@ def alternating(completions, **_):
 
 
 def train_at(policy, settings: Settings, length: int, steps: int, callbacks=()):
-    """`steps` whole steps on sequences of `length` tokens: as many a micro-batch as make 8,192 tokens, at least one."""
+    """`steps` whole steps on sequences of `length` tokens."""
     from . import train
 
     words = [f"w{10 + (i * 7) % 400}" for i in range(length)]
     prompt_tokens = length - settings.max_completion_length - 1  # and one token of BOS
-    rows = [{"prompt": " ".join(words[i:] + words[:i])} for i in range(8)]
-    rows = [{"prompt": " ".join(row["prompt"].split()[:prompt_tokens])} for row in rows]
-    together = max(length, min(8192, settings.completions_per_step * length))
-    changed = settings.replace(
-        max_steps=steps, max_tokens_per_micro_batch=together, max_prompt_length=length - settings.max_completion_length
-    )
+    rows = [{"prompt": " ".join((words[i:] + words[:i])[:prompt_tokens])} for i in range(8)]
+    changed = at_length(settings, length).replace(max_steps=steps)
     return train(policy, rows, [alternating], changed, callbacks=callbacks)
 
 
@@ -84,6 +93,7 @@ def measure(options: argparse.Namespace) -> None:
         row |= {
             "sequences": settings.completions_per_step,
             "savings": run.report.savings,
+            "devices": dataclasses.asdict(run.devices),
             "step_s": median(step["step_time"] for step in run.metrics),
         }
         row |= {"training_s": median(step["time/training"] for step in run.metrics)}

@@ -15,13 +15,16 @@ from .samples import Comparison, Samples, html_table, last_message
 
 if TYPE_CHECKING:
     from .trainer import Trainer
+    from .training_pass import Devices
 
 
 class Run:
     """A run that has ended: its figures and what changed."""
 
-    def __init__(self, policy: Policy, report: Report, settings: Settings) -> None:
+    def __init__(self, policy: Policy, report: Report, settings: Settings, devices: Devices) -> None:
         self.policy, self.report, self.settings = policy, report, settings
+        self.devices = devices
+        """the memory devices of its training passes"""
 
     @property
     def status(self) -> str:

@@ -126,7 +126,7 @@ class Trainer:
                 self.checkpoints.save_if_due(wishes.should_save)
                 if wishes.should_training_stop:
                     break
-        return Run(self.policy, self.report, self.settings)
+        return Run(self.policy, self.report, self.settings, self.devices)
 
     def step(self, step: int) -> dict[str, float]:
         """Generate, sleep, score, train, sync. Returns the step's metrics under TRL's names."""

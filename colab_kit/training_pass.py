@@ -72,11 +72,13 @@ def activations(config: Any, s: Settings, itemsize: int, tokens: int, devices: D
         return d.layers * tokens * itemsize * (8 * d.h + 4 * d.q + 5 * d.inter) + head
     states = d.layers * tokens * d.h * itemsize
     kept = max(states - host, 0) if devices.activation_offloading else states
-    attention = tokens * (6 * d.h + (10 if devices.expand_kv else 8) * d.q + 4 * d.kv)
+    normed = (d.q + d.kv) * (config.model_type == "qwen3")  # queries and keys before their norms
+    attention = tokens * (6 * d.h + (10 if devices.expand_kv else 9) * d.q + 4 * d.kv + normed)
+    saved = tokens * (5 * d.h + 2 * d.q + 2 * (d.q if devices.expand_kv else d.kv) + normed)
     tile = min(tokens, devices.mlp_tile_tokens or tokens)
     weights = 2 * d.inter * d.h if s.load_in_4bit else 0
-    mlp = tokens * (5 * d.h + 2 * d.q + 2 * d.kv) + tile * (5.5 if tile == tokens else 7.5) * d.inter + weights
-    gaps = 1.15 if tokens > 4096 else 1.0  # between blocks of many sizes: what the driver counts over the tensors
+    mlp = saved + tile * (5.5 if tile == tokens else 11) * d.inter + weights
+    gaps = 1.04 if tokens > 4096 else 1.0  # between blocks of many sizes: what the driver counts over the tensors
     return int(kept + max(itemsize * gaps * max(attention, mlp), head))
 
 

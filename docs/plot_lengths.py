@@ -1,7 +1,7 @@
 """Memory and seconds of a training pass against its length, from what `colab_kit.benchmark rows --out` wrote.
 
 pip install matplotlib
-python docs/plot_lengths.py docs/measured/lengths.json docs/images/lengths.svg
+python docs/plot_lengths.py docs/images/lengths.svg docs/measured/{llama,qwen,four-0.7}*.json
 """
 
 import json
@@ -12,11 +12,19 @@ import matplotlib
 matplotlib.use("svg")
 from matplotlib import pyplot as plt
 
-source, target = sys.argv[1:]
+NAMES = {
+    "llama-t4": "Llama-3.1 8B, 14.56 GiB, fp16", "llama-40": "Llama-3.1 8B, 39.4 GiB",
+    "llama-80": "Llama-3.1 8B, 79.2 GiB",
+    "qwen-40": "Qwen3 32B, 39.4 GiB", "qwen-80": "Qwen3 32B, 79.2 GiB", "qwen-16bit": "Qwen3 32B, 16 bits, 79.2 GiB",
+    "four-0.7-on": "Qwen3 4B, 14.56 GiB, fp16", "four-0.7-off": "the same without Standby",
+}  # fmt: skip
+
+target, *sources = sys.argv[1:]
 series: dict[str, list[dict]] = {}
-for row in json.load(open(source)):
-    if row.get("asleep"):
-        series.setdefault(row["name"], []).append(row)
+for source in sources:
+    for row in json.load(open(source)):
+        if row.get("asleep"):
+            series.setdefault(NAMES[row["name"]], []).append(row)
 figure, (memory, seconds) = plt.subplots(1, 2, figsize=(10, 3.8))
 for name, rows in series.items():
     rows.sort(key=lambda row: row["length"])

@@ -108,6 +108,13 @@ def test_a_dataset_that_cannot_be_used_says_why_and_where(rows, words):
         prepare(rows)
 
 
+def test_a_tokenizer_that_knows_no_word_of_a_prompt_is_named_before_anything_is_generated():
+    core = Tokenizer(models.BPE({"a": 0, "</s>": 1}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+    with pytest.raises(ValueError, match="row 1 has no tokens left"):
+        prepare([{"prompt": "a"}, {"prompt": "hello"}], tokenizer)
+
+
 def test_any_iterable_of_rows_will_do_and_columns_are_repeated_for_the_completions():
     datasets = pytest.importorskip("datasets")
     rows = [{"prompt": "hello", "answer": "1"}, {"prompt": "world", "answer": "2"}]
