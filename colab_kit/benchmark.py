@@ -216,6 +216,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cycles", type=int, default=200)
     parser.add_argument("--kernels", action="store_true", help="list the 4-bit kernels that decoding runs")
     parser.add_argument("--offload", action="store_true", help="checkpoints in host memory in any case")
+    parser.add_argument("--keep", action="store_true", help="recompute only the layers that the card can't keep whole")
     parser.add_argument("--utilization", type=float)
     parser.add_argument("--peak-tflops", type=float, default=989, help="of the card, for FLOP/s utilization (H100)")
     parser.add_argument("--row", default="0,1,2,3,4,5", help="which rows, by number; 6 and 7: as the plan chooses")
@@ -232,7 +233,8 @@ def main(arguments: list[str] | None = None) -> None:
         {"measure": measure, "soak": soak, "passes": passes}[options.what](options)
         return
     print(versions() + "\n")
-    passed = ["--16bit"] * options.sixteen + ["--kernels"] * options.kernels + ["--offload"] * options.offload
+    passed = ["--16bit"] * options.sixteen + ["--kernels"] * options.kernels
+    passed += ["--offload"] * options.offload + ["--keep"] * options.keep
     for name in "card dtype attention sdpa lengths completion generations accumulation rank steps".split():
         if getattr(options, name) is not None:
             passed += [f"--{name}", str(getattr(options, name))]

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .planning import sizes
-from .training_pass import GIB, Devices, choose_devices, expands_kv, host_room, micro_batch_tokens
+from .training_pass import GIB, Devices, choose_devices, expands_kv, host_room, keep_layers, micro_batch_tokens
 
 if TYPE_CHECKING:
     from .host_store import HostStore
@@ -56,15 +56,19 @@ def choose_pass(policy: Policy, settings: Settings):
     config, itemsize = policy.model.get_base_model().config, policy.engine.dtype.itemsize
     if policy.device.type == "cpu":
         tokens, _ = micro_batch_tokens(config, settings, itemsize, None, False)
-        print(f"Training pass: micro-batches of at most {tokens:,} tokens; {Devices()} (a CPU).")
-        return tokens, Devices(), None, 0
+        devices = Devices(settings.gradient_checkpointing is True)
+        print(f"Training pass: micro-batches of at most {tokens:,} tokens; {devices} (a CPU).")
+        return tokens, devices, None, 0
     expand = expands_kv(settings, torch.cuda.get_device_capability(policy.device))
     planned = sizes(config, settings, itemsize)
     policy.engine.give_back_cached_blocks()
     free, host = policy.engine.free_bytes(), host_room()
     room = free - planned.gradients - planned.optimizer
-    tokens, why = micro_batch_tokens(config, settings, itemsize, room, expand)
+    spare = within_utilization(policy, settings, room)
+    tokens, why = micro_batch_tokens(config, settings, itemsize, room, expand, spare)
     devices, needed = choose_devices(config, settings, itemsize, tokens, room, host, expand)
+    if settings.gradient_checkpointing is None:
+        devices, needed = keep_layers(config, itemsize, tokens, devices, needed, spare)
     print(
         f"Training pass: micro-batches of at most {tokens:,} tokens ({why}); {devices}: about {needed / GIB:.2f} GiB "
         f"of the {room / GIB:.2f} that are free for it."
@@ -80,6 +84,15 @@ def choose_pass(policy: Policy, settings: Settings):
     if policy.host_store is None:
         policy.host_store = HostStore(policy.device, config.num_hidden_layers, host)
     return tokens, devices, policy.host_store, needed
+
+
+def within_utilization(policy: Policy, settings: Settings, room: int) -> int:
+    """What of `room` a pass may take to be faster: vllm_gpu_memory_utilization, where it is set, bounds it."""
+    share = settings.vllm_gpu_memory_utilization
+    if share is None:
+        return room
+    asked = int(share * torch.cuda.get_device_properties(policy.device).total_memory)
+    return min(room, asked - policy.ledger.sample())
 
 
 # --- attention ------------------------------------------------------------------------------------------
@@ -146,10 +159,13 @@ def hidden_states(
     )
     if devices.gradient_checkpointing and torch.is_grad_enabled():
         x.requires_grad_()
-        for index, layer in enumerate(backbone.layers):
-            x = CheckpointedLayer.apply(x, layer, index, arguments, devices, store)
+        recomputed = len(backbone.layers) - devices.kept_layers
     else:
-        for layer in backbone.layers:
+        recomputed = 0
+    for index, layer in enumerate(backbone.layers):
+        if index < recomputed:
+            x = CheckpointedLayer.apply(x, layer, index, arguments, devices, store)
+        else:
             x = mlp_block(layer, attention_block(layer, x, arguments))
     return x[0]
 

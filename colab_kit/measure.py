@@ -22,7 +22,7 @@ def settings_for(options: argparse.Namespace, utilization: float | None, longest
         vllm_max_num_seqs=options.generations, sdpa_backend=options.sdpa, vllm_attention_backend=options.attention,
         vllm_gpu_memory_utilization=utilization, max_steps=max(options.steps, 1), log_completions=False,
         output_dir=str(Path(options.work) / "out"), learning_rate=1e-5,
-        activation_offloading=True if options.offload else None,
+        activation_offloading=True if options.offload else None, gradient_checkpointing=None if options.keep else True,
     )  # fmt: skip
 
 
@@ -111,64 +111,71 @@ def passes(options: argparse.Namespace) -> None:
     """The training pass alone, one sequence, by each set of memory devices in turn: seconds, peak, gradients."""
     import torch
 
-    from .long_context import choose_pass, hidden_states, prepare_model
-    from .training_pass import Devices
+    from .long_context import choose_pass, prepare_model
+    from .training_pass import Devices, activations
 
     lengths = [int(length) for length in options.lengths.split(",")]
     policy, settings = prepare(options, options.utilization, lengths[-1])
     _, chosen, _, _ = choose_pass(policy, settings.replace(activation_offloading=True, mlp_tile_tokens=4096))
-    model, store, expand = policy.model.get_base_model(), policy.host_store, chosen.expand_kv
+    model, expand = policy.model.get_base_model(), chosen.expand_kv
     prepare_model(model)
-    trained = [p for p in policy.model.parameters() if p.requires_grad]
     torch.manual_seed(0)
-    for p in trained:
-        p.data.normal_(std=0.02)  # with B = 0, A would have no gradient
+    for p in policy.model.parameters():
+        if p.requires_grad:
+            p.data.normal_(std=0.02)  # with B = 0, A would have no gradient
     ways = {
         "plain checkpoints": Devices(True, expand_kv=expand),
         "MLP in tiles of 4,096": Devices(True, False, 4096, expand),
         "offloaded, tiles of 4,096": chosen,
+        "nothing recomputed": Devices(expand_kv=expand),
     }
     for length in lengths:
-        sequence = [10 + (i * 7) % 400 for i in range(length)]
-        found = {name: {"s": [], "peak_gib": 0.0} for name in ways}
-        for repeat in range(options.steps + 1):  # the first warms up
+        rows = {name: {"length": length, "way": name, "s": []} for name in ways}
+        gradients = {}
+        for _ in range(options.steps + 1):  # the first warms up
             for name, devices in ways.items():
-                if "failed" in found[name]:
-                    continue
-                policy.engine.give_back_cached_blocks()
-                policy.ledger.forget()
-                policy.ledger.enter("pass")
-                idle, start = policy.ledger.sample(), time.perf_counter()
-                try:
-                    with torch.autocast("cuda", policy.engine.dtype, policy.engine.dtype != torch.float32):
-                        states = hidden_states(
-                            model.model, [sequence], devices, store if devices.activation_offloading else None
-                        )
-                        states[-64:].float().pow(2).mean().mul(1e3).backward()
-                    torch.cuda.synchronize()
-                except torch.OutOfMemoryError:
-                    found[name]["failed"] = "out of memory"
-                    continue
-                seconds = time.perf_counter() - start
-                policy.ledger.enter("idle")
-                found[name]["peak_gib"] = (policy.ledger.peaks["pass"] - idle) / 2**30
-                gradient = torch.cat([p.grad.flatten() for p in trained]).double()
-                found[name]["gradient"] = gradient
-                if repeat:
-                    found[name]["s"].append(seconds)
-                for p in trained:
-                    p.grad = None
-                del states
-        first = found["plain checkpoints"].get("gradient")
-        for name, row in found.items():
-            gradient = row.pop("gradient", None)
-            row |= {"length": length, "way": name}
-            if row["s"]:
-                row["median_s"] = median(row["s"])
+                if "failed" not in rows[name]:
+                    estimate = activations(
+                        model.config, settings, policy.engine.dtype.itemsize, length, devices, 10**13
+                    )
+                    rows[name]["estimated_gib"] = estimate / 2**30
+                    one_pass(policy, length, devices, rows[name], gradients)
+        for name, row in rows.items():
+            if "failed" not in row:
+                row["median_s"] = median(row["s"][1:])
                 row["flop_utilization"] = flops(model.config, length) / row["median_s"] / options.peak_tflops / 1e12
-            if first is not None and gradient is not None:
-                row["gradient_difference"] = ((gradient - first).norm() / first.norm()).item()
+            if name in gradients and (first := gradients.get("plain checkpoints")) is not None:
+                row["gradient_difference"] = ((gradients[name] - first).norm() / first.norm()).item()
             report(row)
+
+
+def one_pass(policy, length: int, devices, row: dict, gradients: dict) -> None:
+    """Forward and backward over one sequence: seconds and peak go to `row`, the adapter's gradient to `gradients`."""
+    import torch
+
+    from .long_context import hidden_states
+
+    sequence = [10 + (i * 7) % 400 for i in range(length)]
+    trained = [p for p in policy.model.parameters() if p.requires_grad]
+    store = policy.host_store if devices.activation_offloading else None
+    policy.engine.give_back_cached_blocks()
+    policy.ledger.forget()
+    policy.ledger.enter("pass")
+    idle, start = policy.ledger.sample(), time.perf_counter()
+    try:
+        with torch.autocast("cuda", policy.engine.dtype, policy.engine.dtype != torch.float32):
+            states = hidden_states(policy.model.get_base_model().model, [sequence], devices, store)
+            states[-64:].float().pow(2).mean().mul(1e3).backward()
+        torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        row["failed"] = "out of memory"
+    else:
+        row["s"].append(time.perf_counter() - start)
+        policy.ledger.enter("idle")
+        row["peak_gib"] = (policy.ledger.peaks["pass"] - idle) / 2**30
+        gradients[row["way"]] = torch.cat([p.grad.flatten() for p in trained]).double()
+    for p in trained:
+        p.grad = None
 
 
 def flops(config, tokens: int) -> float:

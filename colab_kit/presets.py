@@ -59,6 +59,8 @@ class Settings:
     """tokens that one forward and backward holds; None: chosen from the free memory, and printed"""
     logprob_chunk_size: int = 256
     """tokens whose logits exist at one time"""
+    gradient_checkpointing: bool | None = None
+    """recompute the layers in the backward pass. None: as many as the card has no room to keep whole, and printed"""
     activation_offloading: bool | None = None
     """keep each layer's checkpoint in pinned host memory while training; None: where the card needs it, and printed"""
     mlp_tile_tokens: int | None = None
@@ -130,8 +132,7 @@ class Settings:
     enforce_eager: bool | None = None
     """None: CUDA graphs on a GPU, eager on a CPU"""
     nf4_kernel: bool = False
-    """decode with the kit's 4-bit product (nf4.py) where it measures faster than bitsandbytes'; off until it has been
-    run on a GPU"""
+    """decode with the kit's 4-bit product (nf4.py) where it measures faster; off until it has been run on a GPU"""
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
@@ -169,9 +170,7 @@ class Settings:
             raise ValueError(f"delta={self.delta} must be above 1 + epsilon_high; it caps ratios that clipping leaves")
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
-            raise ValueError(
-                f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}"
-            )
+            raise ValueError(f"vllm_importance_sampling_clip_min={low} must be below ..._clip_max={high}")
         if self.vllm_max_model_length is not None and self.vllm_max_model_length <= self.max_completion_length:
             raise ValueError(
                 f"vllm_max_model_length={self.vllm_max_model_length} leaves no room for a prompt beside "

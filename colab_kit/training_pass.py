@@ -54,32 +54,65 @@ class Devices:
     mlp_tile_tokens: int | None = None
     expand_kv: bool = False
     """repeat the key and value heads: torch's memory-efficient kernel, the best before sm_80, has no GQA"""
+    kept_layers: int = 0
+    """of those that would be recomputed, the last so many are not: their activations are kept"""
 
     def __str__(self) -> str:
+        attention = f"{'memory-efficient' if self.expand_kv else 'flash'} attention"
         if not self.gradient_checkpointing:
-            return "activations are kept, nothing is recomputed"
+            return f"activations are kept, nothing is recomputed, {attention}"
         place = "in pinned host memory" if self.activation_offloading else "on the card"
         tile = f"in tiles of {self.mlp_tile_tokens:,} tokens" if self.mlp_tile_tokens else "in one piece"
-        attention = "memory-efficient" if self.expand_kv else "flash"
-        return f"one hidden state a layer kept {place}, the MLP {tile}, {attention} attention"
+        kept = f"the last {self.kept_layers} layers keep their activations, of the rest " if self.kept_layers else ""
+        return f"{kept}one hidden state a layer kept {place}, the MLP {tile}, {attention}"
 
 
 def activations(config: Any, s: Settings, itemsize: int, tokens: int, devices: Devices, host: int) -> int:
     """Bytes on the card that forward and backward over `tokens` tokens add; `host`: bytes that can be offloaded."""
     d = dimensions(config)
-    head = s.logprob_chunk_size * d.vocab * 14
-    if not devices.gradient_checkpointing:
-        return d.layers * tokens * itemsize * (8 * d.h + 4 * d.q + 5 * d.inter) + head
-    states = d.layers * tokens * d.h * itemsize
+    whole = devices.kept_layers if devices.gradient_checkpointing else d.layers
+    states = (d.layers - whole) * tokens * d.h * itemsize
     kept = max(states - host, 0) if devices.activation_offloading else states
-    normed = (d.q + d.kv) * (config.model_type == "qwen3")  # queries and keys before their norms
-    attention = tokens * (6 * d.h + (10 if devices.expand_kv else 9) * d.q + 4 * d.kv + normed)
-    saved = tokens * (5 * d.h + 2 * d.q + 2 * (d.q if devices.expand_kv else d.kv) + normed)
+    kept += whole * layer_activations(config, itemsize, tokens, devices)
+    attention = tokens * (6 * d.h + (10 if devices.expand_kv else 9) * d.q + 4 * d.kv + before_norms(config))
+    saved = tokens * (5 * d.h + by_attention(config, devices))
     tile = min(tokens, devices.mlp_tile_tokens or tokens)
     weights = 2 * d.inter * d.h if s.load_in_4bit else 0
     mlp = saved + tile * (5.5 if tile == tokens else 11) * d.inter + weights
     gaps = 1.04 if tokens > 4096 else 1.0  # between blocks of many sizes: what the driver counts over the tensors
+    head = s.logprob_chunk_size * d.vocab * 14
     return int(kept + max(itemsize * gaps * max(attention, mlp), head))
+
+
+def before_norms(config: Any) -> int:
+    """Width of the queries and keys that Qwen3 keeps from before their norms."""
+    d = dimensions(config)
+    return d.q + d.kv if config.model_type == "qwen3" else 0
+
+
+def by_attention(config: Any, devices: Devices) -> int:
+    """Width of what attention keeps for its backward pass: queries, keys, values, and its output."""
+    d = dimensions(config)
+    return 2 * d.q + 2 * (d.q if devices.expand_kv else d.kv) + before_norms(config)
+
+
+def layer_activations(config: Any, itemsize: int, tokens: int, devices: Devices) -> int:
+    """Bytes that a layer keeps for its backward pass if it is not recomputed: besides attention's, the inputs of both
+    norms and of the projections, and gate, silu(gate), up and their product."""
+    d = dimensions(config)
+    return tokens * itemsize * (4 * d.h + by_attention(config, devices) + 4 * d.inter)
+
+
+def keep_layers(config: Any, itemsize: int, tokens: int, devices: Devices, needed: int, spare: int):
+    """(devices, bytes) with as many layers kept whole as `spare` bytes hold, a tenth of them left free."""
+    if devices.activation_offloading or not devices.gradient_checkpointing:
+        return devices, needed
+    d = dimensions(config)
+    each = layer_activations(config, itemsize, tokens, devices) - tokens * d.h * itemsize
+    layers = max(int(spare / TOLERANCE - needed) // each, 0)
+    if layers >= d.layers:
+        return Devices(expand_kv=devices.expand_kv), needed + d.layers * each
+    return dataclasses.replace(devices, kept_layers=layers), needed + layers * each
 
 
 def choose_devices(
@@ -91,11 +124,11 @@ def choose_devices(
     """
     tiles = (None,) if tokens <= 8192 else ()  # one piece of more is hardly faster and leaves wide gaps
     order = [*((False, tile) for tile in (*tiles, 4096)), (True, 4096), (True, 1024)]
-    found = []
-    for offloading, tile in order:
-        if s.activation_offloading is not None:
+    recompute, found = s.gradient_checkpointing is not False, []
+    for offloading, tile in order if recompute else [(False, None)]:
+        if s.activation_offloading is not None and recompute:
             offloading = s.activation_offloading
-        devices = Devices(True, offloading, s.mlp_tile_tokens or tile, expand_kv)
+        devices = Devices(recompute, offloading, s.mlp_tile_tokens or tile, expand_kv)
         found.append((devices, activations(config, s, itemsize, tokens, devices, host)))
         if TOLERANCE * found[-1][1] <= room:
             return found[-1]
@@ -113,17 +146,30 @@ def choose_devices(
     )
 
 
-def micro_batch_tokens(config: Any, s: Settings, itemsize: int, room: int | None, expand_kv: bool) -> tuple[int, str]:
-    """Tokens that one forward and backward takes, and why; `room` None: on a CPU."""
+def micro_batch_tokens(
+    config: Any, s: Settings, itemsize: int, room: int | None, expand_kv: bool, spare: int = 0
+) -> tuple[int, str]:
+    """Tokens that one forward and backward takes, and why; `room` None: on a CPU; `spare`: bytes of it that may keep
+    layers from being recomputed, which small micro-batches make the most of."""
     if s.max_tokens_per_micro_batch:
         return s.max_tokens_per_micro_batch, "as set"
     length = s.max_model_length
     if room is None:
         return max(length, 2048), "one sequence of full length, or 2,048"
-    several = min(s.completions_per_step * length, max(length, 8192))
-    plain = Devices(True, expand_kv=expand_kv)
-    if several > length and activations(config, s, itemsize, several, plain, 0) <= room // 2:
-        return several, f"{several // length} sequences of full length, which fit at once"
+    devices, layers = Devices(s.gradient_checkpointing is not False, expand_kv=expand_kv), dimensions(config).layers
+
+    def seconds(n: int) -> float:
+        """Relative: forward, backward and recomputation take as long as one another; unpacking the weights for each
+        micro-batch as long as some 300 tokens."""
+        needed = activations(config, s, itemsize, n * length, devices, 0)
+        kept, _ = keep_layers(config, itemsize, n * length, devices, needed, 0 if s.gradient_checkpointing else spare)
+        return (3 - (kept.kept_layers / layers if kept.gradient_checkpointing else 1)) * (1 + 300 / (n * length))
+
+    most = max(min(s.completions_per_step, 8192 // length), 1)
+    several = [n for n in range(2, most + 1) if activations(config, s, itemsize, n * length, devices, 0) <= room // 2]
+    n = min([1, *several], key=seconds)
+    if n > 1:
+        return n * length, f"{n} sequences of full length, which fit at once"
     return max(length, 1024), "one sequence of full length"
 
 

@@ -18,6 +18,7 @@ soak 1290 ?
 qwen-16bit 350 ?
 pairs 300
 passes 300 ?
+keep 130 ?
 llama-80 240 ?
 qwen-80 230 ?
 llama-40 170 ?
@@ -75,6 +76,11 @@ measure() {
   qwen-40) rows $step --model qwen3_32b --card 39.4 --dtype bfloat16 --lengths 8192,32768 ;;
   qwen-80) rows $step --model qwen3_32b --card 79.2 --dtype bfloat16 --lengths 40960 ;;
   qwen-16bit) rows $step --model qwen3_32b --16bit --card 79.2 --dtype bfloat16 --lengths 12288 ;;
+  keep) # at a T4's usual lengths: layers kept whole where the card has room, against all of them recomputed
+    for how in --keep ""; do
+      python3 -m colab_kit.benchmark rows --name "keep$how" --out "$out/keep$how.json" --model llama31_8b $t4 $how \
+        --row 6 --lengths 1024,1536 --generations 6 --accumulation 1 --completion 128 --steps 5
+    done ;;
   passes)
     UNSLOTH_VLLM_STANDBY=1 python3 -m colab_kit.benchmark passes $llama --lengths 4096,16384,65536 --steps 2 \
       --utilization 0.3 | result ;;

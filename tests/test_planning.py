@@ -14,7 +14,15 @@ from colab_kit import benchmark
 from colab_kit.measure import at_length, settings_for
 from colab_kit.planning import make_plan, sizes
 from colab_kit.shapes import SHAPES
-from colab_kit.training_pass import GIB, Devices, activations, choose_devices, micro_batch_tokens
+from colab_kit.training_pass import (
+    GIB,
+    Devices,
+    activations,
+    choose_devices,
+    keep_layers,
+    layer_activations,
+    micro_batch_tokens,
+)
 
 LLAMA, QWEN_32B = SimpleNamespace(**SHAPES["llama31_8b"]), SimpleNamespace(**SHAPES["qwen3_32b"])
 T4, A100 = (7, 5), (8, 0)
@@ -104,6 +112,38 @@ def test_the_fastest_devices_that_fit_with_a_tenth_to_spare_are_chosen():
         assert needed <= room * GIB / 1.1
         chosen.append((devices.activation_offloading, devices.mlp_tile_tokens))
     assert chosen == [(False, None), (False, 4096), (True, 4096), (True, 1024)]
+
+
+@given(tokens=st.sampled_from([512, 1024, 4096, 8192]), spare=st.integers(1, 120), expand=st.booleans())
+def test_only_the_layers_that_the_spare_memory_cannot_keep_whole_are_recomputed(tokens, spare, expand):
+    settings, devices = kit.Settings(lora_r=32), Devices(True, expand_kv=expand)
+    needed = activations(LLAMA, settings, 2, tokens, devices, 0)
+    kept, bytes_kept = keep_layers(LLAMA, 2, tokens, devices, needed, spare * GIB)
+    assert bytes_kept == activations(LLAMA, settings, 2, tokens, kept, 0)
+    one_more = bytes_kept + layer_activations(LLAMA, 2, tokens, devices)
+    if kept.gradient_checkpointing:
+        assert one_more > spare * GIB / 1.1
+    if kept != devices:
+        assert bytes_kept <= spare * GIB / 1.1
+
+
+def test_a_t4_recomputes_a_third_of_the_layers_at_the_presets_length_and_none_at_1024_tokens():
+    settings, room = kit.presets.LLAMA31_8B_T4, int(6.9 * GIB)
+    for length, recomputed in ((1536, 11), (1024, 0)):
+        changed = settings.replace(max_completion_length=length - 512)
+        tokens, _ = micro_batch_tokens(LLAMA, changed, 2, room, True, room)
+        assert tokens == length  # small micro-batches keep more
+        chosen = choose_devices(LLAMA, changed, 2, tokens, room, 0, True)
+        devices, _ = keep_layers(LLAMA, 2, tokens, *chosen, room)
+        assert (32 - devices.kept_layers if devices.gradient_checkpointing else 0) == recomputed
+
+
+def test_recomputing_nothing_can_be_asked_for_and_is_refused_where_it_does_not_fit():
+    settings = kit.Settings(gradient_checkpointing=False)
+    devices, _ = choose_devices(LLAMA, settings, 2, 1024, 10 * GIB, 0, False)
+    assert devices == Devices()
+    with pytest.raises(MemoryError, match="the longest sequence is about 1,"):
+        choose_devices(LLAMA, settings, 2, 4096, 10 * GIB, 0, False)
 
 
 def test_devices_that_were_set_stay_set():
