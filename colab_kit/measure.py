@@ -27,8 +27,11 @@ def settings_for(options: argparse.Namespace, utilization: float | None, longest
 
 
 def at_length(settings: Settings, length: int) -> Settings:
-    """The same for sequences of `length`: as many a micro-batch as make 8,192 tokens, at least one."""
+    """The same for sequences of `length`: as many a micro-batch as make 8,192 tokens, at least one; where layers may be
+    kept whole, as the card allows."""
     together = max(length, min(8192, settings.completions_per_step * length))
+    if settings.gradient_checkpointing is None:
+        together = None
     return settings.replace(
         max_tokens_per_micro_batch=together, max_prompt_length=length - settings.max_completion_length
     )
