@@ -15,22 +15,22 @@ export COLAB_KIT_DASHBOARD=off PYTHONUNBUFFERED=1
 parts() { # "for how long" is measured where a part has run, otherwise (?) guessed
   cat <<'PARTS'
 soak 1290 ?
-qwen-16bit 350 ?
 pairs 300
+four-0.8-off 90
+qwen-16bit 350 ?
 passes 300 ?
-keep 130 ?
 llama-80 240 ?
 qwen-80 230 ?
 llama-40 170 ?
 nf4-kernel 120 ?
-nf4-llama 250 ?
+keep 130 ?
 t4-kernels 60 ?
 t4-trial 60 ?
+nf4-llama 250 ?
 t4-float16 200 ?
 notebook-t4 240 ?
 notebook-a100 400 ?
 nf4-qwen 250 ?
-four-0.8-off 90
 fourteen 380
 cycles 230
 qwen-40 200
