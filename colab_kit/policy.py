@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,7 @@ def load(settings: Settings) -> Policy:
 
 def _reload(policy: Policy, settings: Settings) -> Policy:
     from .adapter import Slot, renew_adapter
+    from .planning import sizes
 
     check_same_engine(policy, settings)
     changed = [name for name in LORA_FIELDS if getattr(policy.settings, name) != getattr(settings, name)]
@@ -178,6 +180,10 @@ def _reload(policy: Policy, settings: Settings) -> Policy:
         with uninterrupted():
             policy.model = renew_adapter(policy.model, settings)
             policy.slot = Slot(policy.engine, policy.model)
+        fresh = sizes(policy.model.get_base_model().config, settings, policy.engine.dtype.itemsize, cuda_is_here())
+        planned = dataclasses.replace(fresh, activations=policy.plan.sizes.activations)
+        policy.plan = dataclasses.replace(policy.plan, settings=settings, sizes=planned)
+        policy.idle_bytes = policy.ledger.sample() if policy.ledger else 0
         words = ", ".join(
             f"{name} {getattr(policy.settings, name)!r} -> {getattr(settings, name)!r}" for name in changed
         )

@@ -44,6 +44,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "llama", 2048, 8192, 16, 32, 8, 128256, rope_parameters=LLAMA3_ROPE | {"factor": 32.0},
         max_position_embeddings=131072, tie_word_embeddings=True,
     ),
+    "qwen25_3b": _config(
+        "qwen2", 2048, 11008, 36, 16, 2, 151936, max_position_embeddings=32768 + 1024, tie_word_embeddings=True
+    ),
     "qwen25_14b": _config("qwen2", 5120, 13824, 48, 40, 8, 152064, max_position_embeddings=32768 + 1024),
     "qwen3_4b": _config("qwen3", 2560, 9728, 36, 32, 8, 151936, head_dim=128, tie_word_embeddings=True),
     "qwen3_32b": _config("qwen3", 5120, 25600, 64, 64, 8, 151936, head_dim=128),

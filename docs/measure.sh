@@ -24,6 +24,8 @@ qwen-80 230 ?
 llama-40 170 ?
 nf4-kernel 120 ?
 keep 130 ?
+four-keep 120 ?
+three 200 ?
 t4-kernels 60 ?
 t4-trial 60 ?
 nf4-llama 250 ?
@@ -55,6 +57,7 @@ measure() {
   case $part in
   # Standby: with and without, on a T4's memory; 14B in 16 bits; cycles; steps in turn
   four-0.7-on) rows $four --row 2 --lengths 1024,4096,16384,40960 --kernels ;;
+  four-keep) rows $four --keep --steps 5 --row 2,5 --lengths 1024,4096 ;;
   four-0.9-on) rows $four --row 1 --lengths 1024,4096,40960 ;;
   four-0.95-on) rows $four --row 0 --lengths 1024,4096,16384 ;;
   four-0.7-off) rows $four --row 5 --lengths 1024,4096,16384,24576,28672,32768 ;;
@@ -63,6 +66,9 @@ measure() {
   fourteen) # memory does not depend on how many sequences follow one another
     rows --model qwen25_14b --16bit --card 79.2 --dtype bfloat16 --generations 8 --accumulation 1 --completion 64 \
       --offload --row 2,5 --lengths 32768 --steps 1 ;;
+  three)
+    rows --model qwen25_3b --16bit --card 39.4 --dtype bfloat16 --generations 8 --accumulation 1 --completion 64 \
+      --row 6 --lengths 10240,32768 --steps 1 ;;
   cycles)
     UNSLOTH_VLLM_STANDBY=1 python3 -m colab_kit.benchmark soak $llama --lengths 1024 --completion 640 --cycles 200 \
       --steps 0 --utilization 0.25 | result ;;

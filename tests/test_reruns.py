@@ -36,6 +36,8 @@ def test_another_rank_alpha_or_modules_take_effect_in_the_sampler(policy, change
     run = kit.train(policy, ROWS, Reward(), policy.settings.replace(max_steps=3))
     assert max(row["sampling/sampling_logp_difference/max"] for row in run.metrics) < 1e-4
     assert run.metrics[0]["grad_norm"] > 0
+    trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+    assert policy.plan.sizes.lora == trained * (4 + 4)  # the plan follows: masters and vLLM's slot, both float32 here
 
 
 UNLOAD = """
