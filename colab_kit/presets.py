@@ -170,7 +170,8 @@ class Settings:
             raise ValueError(f"delta={self.delta} must be above 1 + epsilon_high; it caps ratios that clipping leaves")
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
-            raise ValueError(f"vllm_importance_sampling_clip_min={low} must be below ..._clip_max={high}")
+            bound = "vllm_importance_sampling_clip_"
+            raise ValueError(f"{bound}min={low} must be below {bound}max={high}")
         if self.vllm_max_model_length is not None and self.vllm_max_model_length <= self.max_completion_length:
             raise ValueError(
                 f"vllm_max_model_length={self.vllm_max_model_length} leaves no room for a prompt beside "
