@@ -1,0 +1,92 @@
+"""Does float16 learn as bfloat16 does? The quickstart's task for 50 steps in each dtype, from several seeds.
+
+    python docs/float16_learning.py FOLDER [--dtypes bfloat16,float16] [--seeds 0,1,2,3] [--model FOLDER_OR_NAME]
+
+One process for each run; a row of docs/t4.md's table as each ends, then the means. On a GPU, or on a CPU, where float16
+takes 90 s a step.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean, stdev
+
+
+def right_number(completions, answer, **_):
+    """1 for the right number; up to 0.4 for one that is close."""
+    rewards = []
+    for completion, right in zip(completions, answer, strict=True):
+        numbers = re.findall(r"\d+", completion[0]["content"])
+        error = abs(int(numbers[-1]) - right) if numbers else 10
+        rewards.append(1.0 if error == 0 else 0.4 * max(0, 1 - error / 10))
+    return rewards
+
+
+def brief(completions, **_):
+    """1 for up to 12 characters, a little less for each one more, 0 from 52 on."""
+    lengths = [len(completion[0]["content"].strip()) for completion in completions]
+    return [max(0.0, 1 - max(length - 12, 0) / 40) for length in lengths]
+
+
+def one(dtype: str, seed: int, options: argparse.Namespace) -> None:
+    import random
+
+    import colab_kit as kit
+
+    kit.enable_standby()
+    settings = kit.presets.QUICKSTART.replace(
+        dtype=dtype, seed=seed, max_steps=options.steps, save_minutes=None,
+        model_name_or_path=options.model or kit.presets.QUICKSTART.model_name_or_path,
+        output_dir=str(options.folder / f"{dtype}-{seed}"), gradient_checkpointing=True,
+    )  # fmt: skip
+    question = "What is {} + {}? Answer with the number only."
+    rows = [
+        {"prompt": [{"role": "user", "content": question.format(a, b)}], "answer": a + b}
+        for a in range(1, 10)
+        for b in range(1, 10)
+    ]
+    random.Random(0).shuffle(rows)
+    steps = kit.train(kit.load(settings), rows, [right_number, brief], settings).metrics
+    print("RESULT " + json.dumps([step["reward"] for step in steps]), sum(step["skipped_steps"] for step in steps))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--dtypes", default="bfloat16,float16")
+    parser.add_argument("--seeds", default="0,1,2,3")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--model", help="instead of SmolLM2-135M")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        one(options.one[0], int(options.one[1]), options)
+        return
+    print("| dtype | seed | first fifth | last fifth | best ten steps in a row | second half | skipped steps |")
+    print("|" + "---|" * 7)
+    halves: dict[str, list[float]] = {}
+    for seed in options.seeds.split(","):
+        for dtype in options.dtypes.split(","):
+            command = [sys.executable, *sys.argv, "--one", dtype, seed]
+            run = subprocess.run(
+                command, env=os.environ | {"COLAB_KIT_DASHBOARD": "off"}, stdout=subprocess.PIPE, text=True, check=True
+            )
+            found = next(line for line in run.stdout.splitlines() if line.startswith("RESULT "))
+            rewards, end = json.JSONDecoder().raw_decode(found[7:])
+            fifth, half = len(rewards) // 5, len(rewards) // 2
+            best = max(mean(rewards[i : i + 10]) for i in range(len(rewards) - 9))
+            halves.setdefault(dtype, []).append(mean(rewards[half:]))
+            figures = mean(rewards[:fifth]), mean(rewards[-fifth:]), best, halves[dtype][-1]
+            print(f"| {dtype} | {seed} | {' | '.join(f'{x:.3f}' for x in figures)} | {found[7 + end :].strip()} |")
+            sys.stdout.flush()
+    for dtype, values in halves.items():
+        error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+        print(f"{dtype}: mean of the second halves {mean(values):.3f} +- {error:.3f} (standard error)")
+
+
+if __name__ == "__main__":
+    main()
