@@ -63,8 +63,8 @@ def choose_pass(policy: Policy, settings: Settings):
     planned = sizes(config, settings, itemsize)
     policy.engine.give_back_cached_blocks()
     free, host = policy.engine.free_bytes(), host_room()
-    room = free - planned.gradients - planned.optimizer
-    spare = within_utilization(policy, settings, room)
+    others = planned.gradients + planned.optimizer
+    room, spare = free - others, min(free, unused(policy, settings)) - others
     tokens, why = micro_batch_tokens(config, settings, itemsize, room, expand, spare)
     devices, needed = choose_devices(config, settings, itemsize, tokens, room, host, expand)
     if settings.gradient_checkpointing is None:
@@ -86,13 +86,10 @@ def choose_pass(policy: Policy, settings: Settings):
     return tokens, devices, policy.host_store, needed
 
 
-def within_utilization(policy: Policy, settings: Settings, room: int) -> int:
-    """What of `room` a pass may take to be faster: vllm_gpu_memory_utilization, where it is set, bounds it."""
-    share = settings.vllm_gpu_memory_utilization
-    if share is None:
-        return room
-    asked = int(share * torch.cuda.get_device_properties(policy.device).total_memory)
-    return min(room, asked - policy.ledger.sample())
+def unused(policy: Policy, settings: Settings) -> int:
+    """Bytes up to vllm_gpu_memory_utilization: where it is set, a pass takes more if it must, not to be faster."""
+    total = torch.cuda.get_device_properties(policy.device).total_memory
+    return int((settings.vllm_gpu_memory_utilization or 1) * total) - policy.ledger.sample()
 
 
 # --- attention ------------------------------------------------------------------------------------------
