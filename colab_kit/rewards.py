@@ -220,6 +220,9 @@ def score(
     for index in pending:
         if isinstance(results[index], BaseException):
             raise failed(names[index], results[index]) from results[index]
+    for name, values in extra.items():
+        if len(values) != expected:
+            raise ValueError(f"log_extra({name!r}) got {len(values)} values for {expected} completions")
     by_func = [_checked(names[index], results[index], expected) for index in range(len(funcs))]
     rows = [list(row) for row in zip(*by_func, strict=True)]
     return Scores(rows, names, {name: sum(v) / len(v) for name, v in logged.items()}, extra)
@@ -233,11 +236,15 @@ class RewardTable:
     scores: Scores
 
     def _cells(self, width: int) -> Iterable[list[str]]:
-        yield ["completion", *self.scores.names]
-        for text, row in zip(self.texts, self.scores.rows, strict=True):
-            text = " ".join(text.split())
-            short = text if len(text) <= width else text[: width - 1] + "…"
-            yield [short, *("not scored" if value is None else f"{value:g}" for value in row)]
+        def short(value: Any) -> str:
+            text = " ".join(str(value).split())
+            return text if len(text) <= width else text[: width - 1] + "…"
+
+        extra = self.scores.extra
+        yield ["completion", *self.scores.names, *extra]
+        for text, row, *more in zip(self.texts, self.scores.rows, *extra.values(), strict=True):
+            scored = ("not scored" if value is None else f"{value:g}" for value in row)
+            yield [short(text), *scored, *map(short, more)]
 
     def __str__(self) -> str:
         cells = list(self._cells(60))

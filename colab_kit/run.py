@@ -85,6 +85,7 @@ def show_completions(dashboard: Any, rollout: Any, scores: Any, advantages: Any,
                 "reward": reward if reward == reward else None,
                 "advantage": advantages.advantages[j].item(),
                 "rewards": dict(zip(scores.names, scores.rows[j], strict=True)),
+                "extra": {name: str(values[j])[:300] for name, values in scores.extra.items()},
             }
         )
     dashboard.completions(last_message(rollout.prompts[0]), rows)

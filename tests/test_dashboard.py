@@ -155,11 +155,13 @@ def test_only_the_opening_thread_draws(front):
 def test_completions_are_escaped_folded_and_bounded():
     report = Report({}, None, 1)
     evil = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
-    rows = [{"completion": evil * 3000, "reward": 1.0, "advantage": math.nan, "rewards": {evil: None}}] * 40
+    row = {"completion": evil * 3000, "reward": 1.0, "advantage": math.nan, "rewards": {evil: None}}
+    rows = [row | {"extra": {evil: evil * 3000, "extracted": 7}}] * 40
     Dashboard(report, mode="off").completions(evil, rows)
     html = completions(report)
     assert "<script" not in html and "<img" not in html and "&lt;script&gt;" in html
     assert "<details>" in html and "and 24 more" in html and len(html) < 300_000
+    assert "extracted <bdi>7</bdi>" in html  # what a reward gave to log_extra
     report.reward_names = [evil]
     report.error = evil
     assert "<script" not in picture.figures(report) and "<script" not in bundle(report)["text/html"]

@@ -169,6 +169,17 @@ def test_log_metric_is_averaged_and_log_extra_is_kept():
     assert scores.metrics == {"share": 0.5} and scores.extra == {"seen": COMPLETIONS}
 
 
+def test_what_a_reward_logs_beside_its_value_is_a_column_of_the_table():
+    def right(completions, log_extra):
+        log_extra("extracted", [text[-1] for text in completions])
+        return [0.0, 1.0]
+
+    table = str(try_rewards(right, ["it is 3", "it is 4"]))
+    assert "extracted" in table.splitlines()[0] and table.splitlines()[2].split()[-1] == "4"
+    with pytest.raises(ValueError, match=r"log_extra\('extracted'\) got 1 values for 2 completions"):
+        try_rewards(lambda completions, log_extra: log_extra("extracted", ["3"]) or [0, 0], ["a", "b"])
+
+
 def test_columns_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="answer has 1 entries for 2"):
         rows(lambda completions: [0, 0], {"answer": ["4"]})

@@ -150,6 +150,16 @@ def test_sampling_twice_with_one_seed_gives_the_same(tiny_policy, tiny_rows):
     assert twice[0] != twice[1], "a prompt that occurs twice must not get the same completions twice"
 
 
+def test_what_a_reward_gives_to_log_extra_stands_beside_its_completion(tiny_policy, tiny_rows):
+    def short(completion_ids, log_extra, **_):
+        log_extra("tokens", [len(ids) for ids in completion_ids])
+        return [-len(ids) for ids in completion_ids]
+
+    run = kit.train(tiny_policy, tiny_rows, short, tiny_policy.settings.replace(max_steps=1, log_completions=True))
+    rows = run.report.completions["rows"]
+    assert rows and all(row["extra"]["tokens"] == str(-int(row["rewards"]["short"])) for row in rows)
+
+
 def test_callbacks_are_transformers_own(tiny_policy, tiny_rows):
     from transformers import TrainerCallback
 

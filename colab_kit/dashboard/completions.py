@@ -35,7 +35,9 @@ def generation(row: Mapping[str, Any], widest: float) -> str:
     reward = text.number(row.get("reward"))
     size = 50 * min(1.0, abs(advantage) / widest) if is_number(advantage) else 0
     color, at = (GREEN, 50.0) if size and advantage > 0 else (RED, 50 - size)
-    each = " · ".join(f"{escape(str(name))} {text.number(value)}" for name, value in (row.get("rewards") or {}).items())
+    each = [f"{escape(str(name))} {text.number(value)}" for name, value in (row.get("rewards") or {}).items()]
+    extra = (row.get("extra") or {}).items()
+    each += [f"{escape(str(name))} <bdi>{escape(str(value)[:300])}</bdi>" for name, value in extra]
     return (
         f'<div style="display:flex;gap:14px;border-top:1px solid {FAINT};padding:7px 0">'
         f'<div style="flex:none;width:78px"><div title="reward" style="font-weight:600">{reward}'
@@ -43,7 +45,7 @@ def generation(row: Mapping[str, Any], widest: float) -> str:
         f'<div aria-hidden="true" style="position:relative;height:5px;margin-top:4px;border-radius:2px;'
         f'background:{FAINT}"><div style="position:absolute;left:{at:.1f}%;width:{size:.1f}%;height:5px;'
         f'background:{color}"></div></div></div><div style="flex:1;min-width:0;overflow-wrap:anywhere">'
-        f'{folded(str(row.get("completion") or ""))}<div style="{SMALL}">{each}</div></div></div>'
+        f'{folded(str(row.get("completion") or ""))}<div style="{SMALL}">{" · ".join(each)}</div></div></div>'
     )
 
 
