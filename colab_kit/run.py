@@ -219,10 +219,12 @@ class RunMemory:
         self.sampled = time.monotonic()
         self.report.savings = savings(peaks, kv, standby.enabled) or self.report.savings
         planned = policy.plan.sizes
-        resident = 0 if standby.enabled else kv
+        asleep = planned.idle + planned.gradients + self.pass_bytes + (0 if standby.enabled else kv)
+        awake = planned.idle + planned.prefill + kv
+        if not standby.enabled and self.report.steps:
+            awake = max(awake, asleep)  # torch keeps the last pass's memory
         return {
-            "memory/planned_awake_gib": (planned.idle + planned.prefill + kv) / GIB,
-            "memory/planned_asleep_gib": (planned.idle + planned.gradients + self.pass_bytes + resident) / GIB,
+            "memory/planned_awake_gib": awake / GIB, "memory/planned_asleep_gib": asleep / GIB,
             "memory/peak_gib": max(peaks.values()) / GIB, "memory/asleep_gib": peaks.get("training", 0) / GIB,
             "memory/awake_gib": peaks.get("generating", 0) / GIB,
             "memory/kv_cache_gib": kv / GIB, "memory/freed_gib": standby.freed_bytes / GIB,
