@@ -195,8 +195,8 @@ def random_model(model: str, work: str = WORK, sixteen: bool = False) -> str:
     if model not in SHAPES:
         return model
     folder = Path(work) / (model + ("-16bit" if sixteen else ""))
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two cards may be measured at once
         if not (folder / "tokenizer_config.json").exists():
             command = [sys.executable, "-m", "colab_kit.shapes", model, str(folder)]

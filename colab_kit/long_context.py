@@ -64,11 +64,11 @@ def choose_pass(policy: Policy, settings: Settings):
     policy.engine.give_back_cached_blocks()
     free, host = policy.engine.free_bytes(), host_room()
     others = planned.gradients + planned.optimizer
-    room, spare = free - others, min(free, unused(policy, settings)) - others
+    room = free - others
+    spare = min(free, unused(policy, settings)) - others if settings.gradient_checkpointing is None else 0
     tokens, why = micro_batch_tokens(config, settings, itemsize, room, expand, spare)
     devices, needed = choose_devices(config, settings, itemsize, tokens, room, host, expand)
-    if settings.gradient_checkpointing is None:
-        devices, needed = keep_layers(config, itemsize, tokens, devices, needed, spare)
+    devices, needed = keep_layers(config, itemsize, tokens, devices, needed, spare)
     print(
         f"Training pass: micro-batches of at most {tokens:,} tokens ({why}); {devices}: about {needed / GIB:.2f} GiB "
         f"of the {room / GIB:.2f} that are free for it."
@@ -154,11 +154,9 @@ def hidden_states(
         lengths=lengths,
         expand_kv=devices.expand_kv,
     )
-    if devices.gradient_checkpointing and torch.is_grad_enabled():
+    recomputed = devices.recomputed(len(backbone.layers)) if torch.is_grad_enabled() else 0
+    if recomputed:
         x.requires_grad_()
-        recomputed = len(backbone.layers) - devices.kept_layers
-    else:
-        recomputed = 0
     for index, layer in enumerate(backbone.layers):
         if index < recomputed:
             x = CheckpointedLayer.apply(x, layer, index, arguments, devices, store)

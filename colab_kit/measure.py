@@ -134,14 +134,13 @@ def passes(options: argparse.Namespace) -> None:
     }
     for length in lengths:
         rows = {name: {"length": length, "way": name, "s": []} for name in ways}
+        for name, devices in ways.items():
+            estimate = activations(model.config, settings, policy.engine.dtype.itemsize, length, devices, 10**13)
+            rows[name]["estimated_gib"] = estimate / 2**30
         gradients = {}
         for _ in range(options.steps + 1):  # the first warms up
             for name, devices in ways.items():
                 if "failed" not in rows[name]:
-                    estimate = activations(
-                        model.config, settings, policy.engine.dtype.itemsize, length, devices, 10**13
-                    )
-                    rows[name]["estimated_gib"] = estimate / 2**30
                     one_pass(policy, length, devices, rows[name], gradients)
         for name, row in rows.items():
             if "failed" not in row:

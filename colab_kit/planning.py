@@ -55,6 +55,13 @@ class Sizes:
     def training(self) -> int:
         return self.gradients + self.activations
 
+    def peaks(self, kv_cache: int, standby: bool, trained_before: bool) -> tuple[int, int]:
+        """Of the whole process, while generating and while training; without Standby torch keeps the memory of a pass
+        that was `trained_before`."""
+        generating = self.idle + self.prefill + kv_cache
+        training = self.idle + self.training + (0 if standby else kv_cache)
+        return max(generating, 0 if standby or not trained_before else training), training
+
 
 def sizes(config: Any, s: Settings, itemsize: int, on_gpu: bool = True) -> Sizes:
     """All but the activations, which depend on the room that the rest leaves; `itemsize`: bytes of an activation."""
@@ -99,12 +106,11 @@ class Plan:
     @property
     def columns(self) -> dict[str, list[str]]:
         s, kv = self.sizes, self.kv_cache_bytes
-        asleep, awake = s.idle + s.training, s.idle + s.prefill + kv
-        resident = max(asleep + kv, awake)
+        resident = max(s.peaks(kv, standby=False, trained_before=True))
         ways = {
             "two engines": (2 * s.weights, kv, s.training, resident + s.weights),
             "shared weights": (s.weights, kv, s.training, resident),
-            "shared + Standby": (s.weights, kv, s.training, max(asleep, awake)),
+            "shared + Standby": (s.weights, kv, s.training, max(s.peaks(kv, standby=True, trained_before=True))),
         }
         rows = ["weights", "KV cache", "training pass", "LoRA, optimizer, context, graphs", "needed at the peak"]
         table = {"GiB, estimated": rows}

@@ -218,11 +218,8 @@ class RunMemory:
             self.report.memory_sample(moment - self.began, used / GIB, phase)
         self.sampled = time.monotonic()
         self.report.savings = savings(peaks, kv, standby.enabled) or self.report.savings
-        planned = policy.plan.sizes
-        asleep = planned.idle + planned.gradients + self.pass_bytes + (0 if standby.enabled else kv)
-        awake = planned.idle + planned.prefill + kv
-        if not standby.enabled and self.report.steps:
-            awake = max(awake, asleep)  # torch keeps the last pass's memory
+        planned = dataclasses.replace(policy.plan.sizes, activations=self.pass_bytes)
+        awake, asleep = planned.peaks(kv, standby.enabled, trained_before=bool(self.report.steps))
         return {
             "memory/planned_awake_gib": awake / GIB, "memory/planned_asleep_gib": asleep / GIB,
             "memory/peak_gib": max(peaks.values()) / GIB, "memory/asleep_gib": peaks.get("training", 0) / GIB,

@@ -57,6 +57,10 @@ class Devices:
     kept_layers: int = 0
     """of those that would be recomputed, the last so many are not: their activations are kept"""
 
+    def recomputed(self, layers: int) -> int:
+        """How many of so many layers are: the first ones."""
+        return layers - self.kept_layers if self.gradient_checkpointing else 0
+
     def __str__(self) -> str:
         attention = f"{'memory-efficient' if self.expand_kv else 'flash'} attention"
         if not self.gradient_checkpointing:
@@ -70,10 +74,10 @@ class Devices:
 def activations(config: Any, s: Settings, itemsize: int, tokens: int, devices: Devices, host: int) -> int:
     """Bytes on the card that forward and backward over `tokens` tokens add; `host`: bytes that can be offloaded."""
     d = dimensions(config)
-    whole = devices.kept_layers if devices.gradient_checkpointing else d.layers
-    states = (d.layers - whole) * tokens * d.h * itemsize
+    recomputed = devices.recomputed(d.layers)
+    states = recomputed * tokens * d.h * itemsize
     kept = max(states - host, 0) if devices.activation_offloading else states
-    kept += whole * layer_activations(config, itemsize, tokens, devices)
+    kept += (d.layers - recomputed) * layer_activations(config, itemsize, tokens, devices)
     attention = tokens * (6 * d.h + (10 if devices.expand_kv else 9) * d.q + 4 * d.kv + before_norms(config))
     saved = tokens * (5 * d.h + by_attention(config, devices))
     tile = min(tokens, devices.mlp_tile_tokens or tokens)
@@ -162,8 +166,8 @@ def micro_batch_tokens(
         """Relative: forward, backward and recomputation take as long as one another; unpacking the weights for each
         micro-batch as long as some 300 tokens."""
         needed = activations(config, s, itemsize, n * length, devices, 0)
-        kept, _ = keep_layers(config, itemsize, n * length, devices, needed, 0 if s.gradient_checkpointing else spare)
-        return (3 - (kept.kept_layers / layers if kept.gradient_checkpointing else 1)) * (1 + 300 / (n * length))
+        kept, _ = keep_layers(config, itemsize, n * length, devices, needed, spare)
+        return (2 + kept.recomputed(layers) / layers) * (1 + 300 / (n * length))
 
     most = max(min(s.completions_per_step, 8192 // length), 1)
     several = [n for n in range(2, most + 1) if activations(config, s, itemsize, n * length, devices, 0) <= room // 2]

@@ -26,7 +26,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-from colab_kit.benchmark import WORK, smaller_card, versions
+from colab_kit.benchmark import random_model, smaller_card, versions
 from colab_kit.data import SYSTEM_PROMPT
 from colab_kit.shapes import SHAPES, write_checkpoint, write_tokenizer
 
@@ -160,7 +160,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if options.shape:
-            weights = options.weights or Path(WORK) / options.shape
+            weights = options.weights or Path(random_model(options.shape))
             model = write_model(options.shape, folder / "model", weights, options.period)
             write_gsm8k(folder / "openai" / "gsm8k", options.prompt_tokens)
             values["model"] = repr(model.name)

@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from statistics import mean, stdev
 
+from colab_kit.run import fifths
+
 
 def right_number(completions, answer, **_):
     """1 for the right number; up to 0.4 for one that is close."""
@@ -77,10 +79,10 @@ def main() -> None:
             )
             found = next(line for line in run.stdout.splitlines() if line.startswith("RESULT "))
             rewards, end = json.JSONDecoder().raw_decode(found[7:])
-            fifth, half = len(rewards) // 5, len(rewards) // 2
+            half = len(rewards) // 2
             best = max(mean(rewards[i : i + 10]) for i in range(len(rewards) - 9))
             halves.setdefault(dtype, []).append(mean(rewards[half:]))
-            figures = mean(rewards[:fifth]), mean(rewards[-fifth:]), best, halves[dtype][-1]
+            figures = *fifths(rewards), best, halves[dtype][-1]
             print(f"| {dtype} | {seed} | {' | '.join(f'{x:.3f}' for x in figures)} | {found[7 + end :].strip()} |")
             sys.stdout.flush()
     for dtype, values in halves.items():
