@@ -87,7 +87,7 @@ def in_fresh_process(arguments: list[str], standby: int, timeout: float) -> Iter
 def rows(options: argparse.Namespace, passed: list[str]) -> list[dict]:
     results, made = [], {"arguments": f"--model {options.model} {' '.join(passed)}", "versions": versions()}
     made["date"] = datetime.date.today().isoformat()
-    model = random_model(options.model, options.work, options.sixteen)
+    model = random_model(options.model, options.work, options.sixteen, options.dummy)
     with smaller_card(options.card):
         for standby, utilization in [ROWS[int(i)] for i in options.row.split(",")]:
             share = ["--utilization", str(utilization)] if utilization else []
@@ -189,18 +189,19 @@ def add_engine_arguments(parser: argparse.ArgumentParser, model: str, rank: int)
     parser.add_argument("--work", default=WORK)
 
 
-def random_model(model: str, work: str = WORK, sixteen: bool = False) -> str:
+def random_model(model: str, work: str = WORK, sixteen: bool = False, dummy: bool = False) -> str:
     """The folder of a shape's random weights, written once, by a process that takes its memory with it; any other
-    `model` as it is."""
+    `model` as it is. `dummy`: without the weights."""
     if model not in SHAPES:
         return model
-    folder = Path(work) / (model + ("-16bit" if sixteen else ""))
+    folder = Path(work) / (model + "-16bit" * sixteen + "-dummy" * dummy)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two cards may be measured at once
         if not (folder / "tokenizer_config.json").exists():
             command = [sys.executable, "-m", "colab_kit.shapes", model, str(folder)]
-            subprocess.run(command + ["--16bit"] * sixteen, check=True, stdout=subprocess.DEVNULL)
+            command += ["--16bit"] * sixteen + ["--no-weights"] * dummy
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return str(folder)
 
 
@@ -216,6 +217,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cycles", type=int, default=200)
     parser.add_argument("--kernels", action="store_true", help="list the 4-bit kernels that decoding runs")
     parser.add_argument("--offload", action="store_true", help="checkpoints in host memory in any case")
+    parser.add_argument("--dummy", action="store_true", help="16-bit weights that vLLM makes up, not read from a disk")
     parser.add_argument("--keep", action="store_true", help="recompute only the layers that the card can't keep whole")
     parser.add_argument("--utilization", type=float)
     parser.add_argument("--peak-tflops", type=float, default=989, help="of the card, for FLOP/s utilization (H100)")
@@ -229,12 +231,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     if options.what != "rows":
-        options.model = random_model(options.model, options.work, options.sixteen)
+        options.model = random_model(options.model, options.work, options.sixteen, options.dummy)
         {"measure": measure, "soak": soak, "passes": passes}[options.what](options)
         return
     print(versions() + "\n")
     passed = ["--16bit"] * options.sixteen + ["--kernels"] * options.kernels
-    passed += ["--offload"] * options.offload + ["--keep"] * options.keep
+    passed += ["--offload"] * options.offload + ["--keep"] * options.keep + ["--dummy"] * options.dummy
     for name in "card dtype attention sdpa lengths completion generations accumulation rank steps".split():
         if getattr(options, name) is not None:
             passed += [f"--{name}", str(getattr(options, name))]

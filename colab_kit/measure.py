@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import time
 from pathlib import Path
@@ -39,9 +40,12 @@ def at_length(settings: Settings, length: int) -> Settings:
 
 def prepare(options: argparse.Namespace, utilization: float | None, longest: int):
     from . import enable_standby, load
+    from .engine import Engine
 
     enable_standby()
     settings = settings_for(options, utilization, longest)
+    if options.dummy:
+        Engine.start = functools.partial(Engine.start, load_format="dummy")
     return load(settings), settings
 
 
@@ -138,13 +142,13 @@ def passes(options: argparse.Namespace) -> None:
             estimate = activations(model.config, settings, policy.engine.dtype.itemsize, length, devices, 10**13)
             rows[name]["estimated_gib"] = estimate / 2**30
         gradients = {}
-        for _ in range(options.steps + 1):  # the first warms up
+        for _ in range(options.steps + (length == lengths[0])):  # one more, to warm up
             for name, devices in ways.items():
                 if "failed" not in rows[name]:
                     one_pass(policy, length, devices, rows[name], gradients)
         for name, row in rows.items():
             if "failed" not in row:
-                row["median_s"] = median(row["s"][1:])
+                row["median_s"] = median(row["s"][-options.steps :])
                 row["flop_utilization"] = flops(model.config, length) / row["median_s"] / options.peak_tflops / 1e12
             if name in gradients and (first := gradients.get("plain checkpoints")) is not None:
                 row["gradient_difference"] = ((gradients[name] - first).norm() / first.norm()).item()

@@ -1,6 +1,6 @@
 """Random weights of real shapes, for measuring: memory and speed depend on shapes, not on values.
 
-    python -m colab_kit.shapes llama31_8b FOLDER [--16bit]
+    python -m colab_kit.shapes llama31_8b FOLDER [--16bit] [--no-weights]
 
 writes a checkpoint as the hub has it (bitsandbytes 4-bit safetensors, or 16-bit ones) with a tokenizer whose words are
 `w0 w1 ...`, one token each. Nothing is downloaded.
@@ -54,18 +54,31 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_checkpoint(
-    name: str, folder: str | Path, *, load_in_4bit: bool = True, seed: int = 0, **changes: Any
+    name: str, folder: str | Path, *, load_in_4bit: bool = True, weights: bool = True, seed: int = 0, **changes: Any
 ) -> Path:
     """Write a random checkpoint of SHAPES[name] into `folder`, layer by layer; returns the folder.
 
-    `changes`: other values of its config, `num_hidden_layers=2` say.
+    `weights=False`: its config and tokenizer only. `changes`: other values of its config, `num_hidden_layers=2` say.
     """
+    folder, config = Path(folder), SHAPES[name] | changes
+    folder.mkdir(parents=True, exist_ok=True)
+    if load_in_4bit:
+        config["quantization_config"] = {
+            "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16",
+            "bnb_4bit_quant_storage": "uint8",
+        }  # fmt: skip
+    if weights:
+        _write_weights(config, folder, load_in_4bit, seed)
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=1))
+    write_tokenizer(folder, config["vocab_size"])
+    return folder
+
+
+def _write_weights(config: dict[str, Any], folder: Path, load_in_4bit: bool, seed: int) -> None:
     import torch
     from safetensors.torch import save_file
 
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    config = SHAPES[name] | changes
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
     h, kv = config["hidden_size"], config["num_key_value_heads"] * config["head_dim"]
@@ -106,18 +119,7 @@ def write_checkpoint(
             if config["model_type"] == "qwen2" and module[-6:] in ("q_proj", "k_proj", "v_proj"):
                 tensors[f"{prefix}{module}.bias"] = normal(1, shape[0])[0] * 0.1
         write(tensors)
-    if load_in_4bit:
-        config = config | {
-            "quantization_config": {
-                "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
-                "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16",
-                "bnb_4bit_quant_storage": "uint8",
-            }
-        }  # fmt: skip
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=1))
-    write_tokenizer(folder, config["vocab_size"])
-    return folder
 
 
 def quantized(name: str, weight: Any) -> dict[str, Any]:
@@ -155,5 +157,7 @@ if __name__ == "__main__":
     parser.add_argument("name", choices=SHAPES)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--16bit", dest="sixteen", action="store_true")
+    parser.add_argument("--no-weights", action="store_true", help="the config and the tokenizer only")
     options = parser.parse_args()
-    print(write_checkpoint(options.name, options.folder, load_in_4bit=not options.sixteen))
+    kept = {"load_in_4bit": not options.sixteen, "weights": not options.no_weights}
+    print(write_checkpoint(options.name, options.folder, **kept))

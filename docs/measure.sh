@@ -14,26 +14,26 @@ export COLAB_KIT_DASHBOARD=off PYTHONUNBUFFERED=1
 
 parts() { # "for how long" is measured where a part has run, otherwise (?) guessed
   cat <<'PARTS'
-soak 1290 ?
-pairs 300
+notebook-t4 240 ?
 four-0.8-off 90
-qwen-16bit 350 ?
-passes 300 ?
+pairs 200
+llama-40 160 ?
 llama-80 240 ?
 qwen-80 230 ?
-llama-40 170 ?
-nf4-kernel 120 ?
+qwen-16bit 200 ?
+passes 200 ?
 keep 130 ?
-four-keep 120 ?
-three 200 ?
+nf4-kernel 120 ?
 t4-kernels 60 ?
 t4-trial 60 ?
-nf4-llama 250 ?
 t4-float16 200 ?
-t4-learning 450 ?
-notebook-t4 240 ?
 notebook-a100 400 ?
+t4-learning 450 ?
+nf4-llama 250 ?
 nf4-qwen 250 ?
+four-keep 120 ?
+three 200 ?
+soak 1290 ?
 fourteen 380
 cycles 230
 qwen-40 200
@@ -74,15 +74,15 @@ measure() {
     UNSLOTH_VLLM_STANDBY=1 python3 -m colab_kit.benchmark soak $llama --lengths 1024 --completion 640 --cycles 200 \
       --steps 0 --utilization 0.25 | result ;;
   pairs)
-    UNSLOTH_VLLM_STANDBY=1 python3 -m colab_kit.benchmark soak $llama --lengths 1024 --completion 896 --cycles 20 \
-      --steps 10 --generations 4 --accumulation 1 | result ;;
+    UNSLOTH_VLLM_STANDBY=1 python3 -m colab_kit.benchmark soak $llama --lengths 1024 --completion 512 --cycles 20 \
+      --steps 12 --generations 4 --accumulation 1 | result ;;
   # Long sequences: whole steps; the training pass by each set of memory devices
   llama-t4) rows $step --model llama31_8b $t4 --lengths 4096,16384,32768,45056,49152 ;;
   llama-40) rows $step $llama --card 39.4 --lengths 16384,98304 ;;
   llama-80) rows $step $llama --card 79.2 --lengths 131072 ;;
   qwen-40) rows $step --model qwen3_32b --card 39.4 --dtype bfloat16 --lengths 8192,32768 ;;
   qwen-80) rows $step --model qwen3_32b --card 79.2 --dtype bfloat16 --lengths 40960 ;;
-  qwen-16bit) rows $step --model qwen3_32b --16bit --card 79.2 --dtype bfloat16 --lengths 12288 ;;
+  qwen-16bit) rows $step --model qwen3_32b --16bit --dummy --card 79.2 --dtype bfloat16 --lengths 12288 ;;
   keep) # at a T4's usual lengths: layers kept whole where the card has room, against all of them recomputed
     for how in --keep ""; do
       python3 -m colab_kit.benchmark rows --name "keep$how" --out "$out/keep$how.json" --model llama31_8b $t4 $how \
