@@ -78,11 +78,12 @@ def activations(config: Any, s: Settings, itemsize: int, tokens: int, devices: D
     states = recomputed * tokens * d.h * itemsize
     kept = max(states - host, 0) if devices.activation_offloading else states
     kept += (d.layers - recomputed) * layer_activations(config, itemsize, tokens, devices)
-    attention = tokens * (6 * d.h + (10 if devices.expand_kv else 9) * d.q + 4 * d.kv + before_norms(config))
-    saved = tokens * (5 * d.h + by_attention(config, devices))
+    moving = 2 * d.h if devices.activation_offloading else 0  # two hidden states are on their way to or from the host
+    attention = tokens * (3 * d.h + moving + (10 if devices.expand_kv else 9) * d.q + 4 * d.kv + before_norms(config))
+    saved = tokens * (3 * d.h + moving + by_attention(config, devices))
     tile = min(tokens, devices.mlp_tile_tokens or tokens)
     weights = 2 * d.inter * d.h if s.load_in_4bit else 0
-    mlp = saved + tile * (5.5 if tile == tokens else 11) * d.inter + weights
+    mlp = saved + tile * (5.5 if tile == tokens else 10) * d.inter + weights
     gaps = 1.04 if tokens > 4096 else 1.0  # between blocks of many sizes: what the driver counts over the tensors
     head = s.logprob_chunk_size * d.vocab * 14
     return int(kept + max(itemsize * gaps * max(attention, mlp), head))

@@ -129,7 +129,7 @@ notebook() {
   shift
   unset COLAB_KIT_DASHBOARD
   PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} python3 docs/execute_notebook.py "notebooks/$name.ipynb" "$@" \
-    --without 'kit.install() machine.require()' --out "$out" 2>&1 | tee "$out/$name.txt"
+    --without 'kit.install()' 'machine.require()' --out "$out" 2>&1 | tee "$out/$name.txt"
 }
 
 next_part() { # the first that nobody has taken and that ends in time; taking it is making its folder, FOLDER/.PART
