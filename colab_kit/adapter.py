@@ -148,8 +148,8 @@ def adapter_files(peft_model: PeftModel) -> dict[str, bytes]:
     return {"adapter_config.json": config, "adapter_model.safetensors": save(content, {"format": "pt"})}
 
 
-def load_adapter(peft_model: PeftModel, folder: str | Path) -> None:
-    """Read an adapter's values from `folder` (safetensors only) into the trained one.
+def load_adapter(peft_model: PeftModel, folder: str | Path) -> bool:
+    """Read an adapter's values from `folder` (safetensors only) into the trained one. Returns whether that changed it.
 
     Raises: FileNotFoundError without PEFT's safetensors; ValueError when rank, alpha or modules differ, naming both.
     """
@@ -167,11 +167,12 @@ def load_adapter(peft_model: PeftModel, folder: str | Path) -> None:
     for name in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern"):
         if getattr(theirs, name, None):
             raise ValueError(f"the adapter in {folder} has {name}, which the kit can't sample with")
-    set_adapter(peft_model, load_file(file), folder)
+    return set_adapter(peft_model, load_file(file), folder)
 
 
-def set_adapter(peft_model: PeftModel, tensors: dict[str, torch.Tensor], folder: str | Path) -> None:
-    """Values by PEFT's names into the trained adapter. Raises ValueError, before any is set, if one does not fit."""
+def set_adapter(peft_model: PeftModel, tensors: dict[str, torch.Tensor], folder: str | Path) -> bool:
+    """Values by PEFT's names into the trained adapter. Returns whether one differed. Raises ValueError, before any is
+    set, if one does not fit."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     mine = get_peft_model_state_dict(peft_model, save_embedding_layers=False)
@@ -187,4 +188,6 @@ def set_adapter(peft_model: PeftModel, tensors: dict[str, torch.Tensor], folder:
                 f"{key} in {folder} is {tuple(value.shape)}, this policy's is {tuple(mine[key].shape)}: it belongs to "
                 f"another model or rank"
             )
+    changed = not all(value.equal(mine[key].cpu()) for key, value in tensors.items())
     set_peft_model_state_dict(peft_model, tensors)
+    return changed

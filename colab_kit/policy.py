@@ -45,7 +45,8 @@ class Policy:
 
         `prompts`: rows of a dataset (`dataset[:4]`), a list of strings, or a list of message lists. `n` completions
         each. Sampling settings are the run's unless given (`temperature=0`: greedy). `use_adapter=False` samples the
-        base model.
+        base model. The answers don't depend on what was sampled before: cached prefixes, whose rounding differs, are not
+        read.
         """
         from .data import prepare_prompts
         from .engine import sampling_arguments
@@ -58,7 +59,7 @@ class Policy:
                 n=n,
                 seed=self.settings.seed if seed is None else seed,
                 lora_request=self.slot.request if use_adapter else None,
-                **(sampling_arguments(self.settings) | sampling),
+                **({"skip_reading_prefix_cache": True} | sampling_arguments(self.settings) | sampling),
             )
         arguments = {"n": n, "use_adapter": use_adapter, "seed": seed, **sampling}
         return Samples(prepared.rows, [[completion.text for completion in group] for group in groups], arguments)
@@ -73,12 +74,13 @@ class Policy:
 
         return save_adapter(self.model, self.tokenizer, folder)
 
-    def load_adapter(self, folder: str | Path) -> None:
-        """Go on from an adapter that was saved before; the sampler follows."""
+    def load_adapter(self, folder: str | Path) -> bool:
+        """Go on from an adapter that was saved before; the sampler follows. Returns whether that changed the policy."""
         from .adapter import load_adapter
 
-        load_adapter(self.model, folder)
+        changed = load_adapter(self.model, folder)
         self.sync()
+        return changed
 
     def merge(self, folder: str | Path, dtype: str | None = None) -> Path:
         """Base and adapter as one plain 16-bit checkpoint (see `export.merge`)."""

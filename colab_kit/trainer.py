@@ -148,6 +148,8 @@ class Trainer:
     def generate(self, step: int) -> Rollout:
         rows, s = self.prompts.indices(step), self.settings
         with self.policy.standby.awake():
+            if self.policy.ledger:  # what was there until now was the trainer's
+                self.policy.ledger.enter("generating")
             groups = self.policy.engine.generate(
                 [self.prompts.prompt_ids[row] for row in rows],
                 n=s.num_generations,
@@ -284,7 +286,7 @@ class Trainer:
         self.dashboard.phase(name)
         start = time.perf_counter()
         if self.policy.ledger:
-            self.policy.ledger.enter(name)
+            self.policy.ledger.enter("waking" if name == "generating" else name)
         try:
             yield
         except torch.OutOfMemoryError as error:

@@ -87,7 +87,8 @@ def test_a_saved_adapter_can_be_gone_on_from(trained, tmp_path):
             if parameter.requires_grad:
                 parameter.zero_()
     trained.sync()
-    trained.load_adapter(tmp_path / "adapter")
+    assert trained.load_adapter(tmp_path / "adapter"), "it was another"
+    assert not trained.load_adapter(tmp_path / "adapter"), "it was the same"
     assert same(adapter(trained), values)
     assert trained.sample(ROWS[:4], temperature=0).completions == expected
 

@@ -150,6 +150,17 @@ def test_sampling_twice_with_one_seed_gives_the_same(tiny_policy, tiny_rows):
     assert twice[0] != twice[1], "a prompt that occurs twice must not get the same completions twice"
 
 
+def test_a_sample_does_not_depend_on_what_was_sampled_before(tiny_policy, tiny_rows, monkeypatch):
+    """On a GPU half precision rounds otherwise where a prompt's keys come from the cache: greedy answers differed."""
+    scheduler, read = tiny_policy.engine.core.scheduler, []
+    add = scheduler.add_request
+    monkeypatch.setattr(scheduler, "add_request", lambda request: (add(request), read.append(request)))
+    tiny_policy.sample(tiny_rows[:2], temperature=0)
+    kit.train(tiny_policy, tiny_rows, even_tokens, tiny_policy.settings.replace(max_steps=1))
+    assert [request.skip_reading_prefix_cache for request in read[:2]] == [True, True]
+    assert not any(request.skip_reading_prefix_cache for request in read[2:]), "training reads what the group shares"
+
+
 def test_what_a_reward_gives_to_log_extra_stands_beside_its_completion(tiny_policy, tiny_rows):
     def short(completion_ids, log_extra, **_):
         log_extra("tokens", [len(ids) for ids in completion_ids])

@@ -34,7 +34,7 @@ from .svg import (
 
 PHASE_COLORS = dict(zip(PHASES, (BLUE, PURPLE, ORANGE, GREEN), strict=True))
 MEMORY = {"weights": ("weights", BLUE), "kv_cache": ("KV cache", SKY), "training": ("training", ORANGE)}
-ASLEEP = {"asleep", "scoring", "training", "syncing"}
+ASLEEP = {"asleep", "scoring", "training", "syncing", "waking"}
 STATUS_COLORS = {"done": GREEN, "interrupted": ORANGE, "failed": RED}
 
 ROOT = (
