@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .interrupts import uninterrupted
+from .nf4 import Products
 from .planning import MAX_NUM_BATCHED_TOKENS, sequences
 from .presets import Settings
 from .standby import prepare_environment, standby_requested
@@ -42,8 +43,8 @@ class Completion:
 class Engine:
     """A running vLLM engine and what the kit needs of it. One a process."""
 
-    def __init__(self, llm: Any, settings: Settings, device: str) -> None:
-        self.llm, self.settings, self.device = llm, settings, device
+    def __init__(self, llm: Any, settings: Settings, device: str, products: Products) -> None:
+        self.llm, self.settings, self.device, self.products = llm, settings, device, products
         self.dtype = llm.llm_engine.model_config.dtype
         self.core = llm.llm_engine.engine_core.engine_core
         self.can_release = device == "cuda" and standby_requested()
@@ -59,7 +60,8 @@ class Engine:
 
             device = "cuda" if torch.cuda.is_available() else "cpu"
             load_general_plugins()  # the bitsandbytes plugin registers itself here; ours goes on top
-            install_layers(settings.nf4_kernel)
+            products = Products(settings.nf4_kernel)
+            install_layers(products)
             # vLLM seeds the global generators when it lives in this process; the user's own must not change.
             # Not held by a name: an import that failed in here keeps this frame, which would keep the engine.
             with preserved_rng():
@@ -84,6 +86,7 @@ class Engine:
                     ),
                     settings,
                     device,
+                    products,
                 )
             if device == "cuda":
                 use_expandable_segments()

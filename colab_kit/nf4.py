@@ -3,9 +3,9 @@
 bitsandbytes unpacks a weight to 16 bits in memory for every product of more than a few rows. The kernel here reads the
 packed weight once. It is compiled at run time by NVRTC, which comes with torch, so no CUDA toolkit is needed.
 
-`Products.apply` is what the linear method calls. For each shape and number of rows it times the kernel and
-bitsandbytes once, on the layer's own weight, checks that they agree, prints what it chose and why, and keeps to it.
-Whatever it doesn't know goes bitsandbytes' way, and says so once.
+`Products.apply` is what the linear method calls. When it meets a shape for the first time it times the kernel and
+bitsandbytes on the layer's own weight, checks that they agree, and keeps to the faster; `summary` says what was chosen
+and why. Whatever it doesn't know goes bitsandbytes' way.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from typing import Any
 
 from . import nvrtc
 
-LIMIT = 128
-"""rows of x (sequences that decode together); more go bitsandbytes' way"""
-FACTOR = 1.437
-"""NF4's table times this, rounded to bfloat16, is off by 6.3e-4 (relative, rms); unscaled by 1.06e-3"""
+BATCHES = (range(1, 2), range(2, 9), range(9, 17), range(17, 33), range(33, 65), range(65, 129))
+"""rows of x (sequences that decode together) that share a choice, timed at the fewest: for the kernel all of them take
+the same time, for bitsandbytes more take longer. Still more rows go bitsandbytes' way"""
+FACTORS = (1.437, 1.6777)
+"""NF4's table times this, rounded to bfloat16 or float16, is off by 6.3e-4 or 6.2e-5 (relative, rms); unscaled by
+1.06e-3 or 1.56e-4"""
 BLOCK_K = 64
 
 
@@ -163,7 +165,7 @@ def matmul(x: Any, weight: Weight, variant: Variant, split: int) -> Any:
     tensors = (x, weight.packed, weight.shards, weight.code, out, partial, weight.counters)
     values = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
     values += [ctypes.c_int(v) for v in (weight.shards.shape[0], rows, weight.n, weight.k, x.stride(0))]
-    values.append(ctypes.c_float(FACTOR))
+    values.append(ctypes.c_float(FACTORS[variant.HALF]))
     arguments = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
     kernel = compiled(variant, torch.cuda.get_device_capability(x.device))
     stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
@@ -211,69 +213,90 @@ def timings(x: Any, weight: Weight) -> dict[tuple[Variant, int], float]:
 
 
 class Products:
-    """Which product each layer, shape and number of rows takes. `say` prints one line for each choice."""
+    """Which product each shape and number of rows takes."""
 
-    def __init__(self, enabled: bool = True, say: Callable[[str], None] = print) -> None:
-        self.enabled, self.say = enabled, say
-        self.chosen: dict[tuple, tuple[Variant, int] | None] = {}
-        self.said: set[str] = set()
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self.chosen: dict[tuple, list[tuple[Variant, int] | None]] = {}
+        """by (N, K, dtype): for each of BATCHES the kernel's variant and split, or None: bitsandbytes"""
+        self.gains: list[float] = []
+        """how many times as fast the kernel was, where it was chosen"""
+        self.others: dict[str, None] = {}
+        """where bitsandbytes was, and why"""
 
-    def once(self, text: str) -> None:
-        if text not in self.said:
-            self.said.add(text)
-            self.say(text)
+    def summary(self) -> str | None:
+        """What was chosen, in a sentence; None if there was nothing to choose."""
+        if not self.gains and not self.others:
+            return None
+        theirs = "bitsandbytes" + (f" ({'; '.join(self.others)})" if self.others else "")
+        if not self.gains:
+            return f"4-bit products while decoding: {theirs}"
+        gain = f"{min(self.gains):.1f} to {max(self.gains):.1f} times as fast"
+        return f"4-bit products while decoding: the kit's kernel, {gain} as bitsandbytes; else {theirs}"
 
     def apply(self, layer: Any, x: Any, packed: Any, states: list, other: Callable[[Any], Any]) -> Any:
         """x (rows, K) -> (rows, N), by the kernel where it is faster, else by `other(x)`, bitsandbytes' way."""
         import torch
 
-        if not self.enabled or not x.is_cuda or x.shape[0] > LIMIT or x.dtype not in (torch.bfloat16, torch.float16):
+        rows = x.shape[0]
+        if (
+            not self.enabled
+            or not x.is_cuda
+            or not 0 < rows < BATCHES[-1].stop
+            or x.dtype not in (torch.bfloat16, torch.float16)
+        ):
             return other(x)
         capturing = torch.cuda.is_current_stream_capturing()
         if not hasattr(layer, "nf4_weight"):
             if capturing:
                 return other(x)
-            reason = unsupported(packed, states)
-            if torch.cuda.get_device_capability(x.device) < (8, 0):
-                reason = "the kernel needs an Ampere GPU or a newer one"
-            if reason:
-                self.once(f"4-bit products: bitsandbytes for a weight of {list(packed.shape)}: {reason}")
-            layer.nf4_weight = None if reason else weight(packed, states)
+            layer.nf4_weight = self.weight(packed, states, torch.cuda.get_device_capability(x.device))
         mine = layer.nf4_weight
-        if mine is None or x.shape[0] == 0:
+        if mine is None:
             return other(x)
-        key = (x.shape[0], mine.n, mine.k, x.dtype)
+        key = (mine.n, mine.k, x.dtype)
         if key not in self.chosen:
             if capturing:
                 return other(x)  # nothing can be timed in here; vLLM runs every size once before it captures it
             self.chosen[key] = self.choose(x, mine, other)
-        return matmul(x, mine, *self.chosen[key]) if self.chosen[key] else other(x)
+        best = self.chosen[key][next(i for i, batch in enumerate(BATCHES) if rows in batch)]
+        return matmul(x, mine, *best) if best else other(x)
 
-    def choose(self, x: Any, mine: Weight, other: Callable[[Any], Any]) -> tuple[Variant, int] | None:
-        """Times both; None is bitsandbytes. A kernel that fails, or whose result is another, is never taken."""
+    def weight(self, packed: Any, states: list, capability: tuple[int, int]) -> Weight | None:
+        reason = unsupported(packed, states)
+        if capability < (8, 0):
+            reason = "the kernel needs an Ampere GPU or a newer one"
+        if reason:
+            self.others[reason] = None
+        return None if reason else weight(packed, states)
+
+    def choose(self, x: Any, mine: Weight, other: Callable[[Any], Any]) -> list[tuple[Variant, int] | None]:
+        """For each of BATCHES. A kernel that fails, or whose result is another, is never taken."""
         import torch
 
-        name = f"4-bit product {mine.n} x {mine.k}, {x.shape[0]} rows"
-        try:
-            # A warm-up's x may be zeros, which show nothing. The global generators are left alone.
-            generator = torch.Generator(x.device).manual_seed(0)
-            trial = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
-            theirs = other(trial)
-            usual = seconds(lambda: other(trial))
-            times = timings(trial, mine)
-            best = min(times, key=times.get)
-            ours = matmul(trial, mine, *best)
-        except (RuntimeError, OSError) as error:
-            self.once(f"4-bit products: bitsandbytes, since the kernel fails here: {error}")
-            self.enabled = False
-            return None
-        gap = (ours.float() - theirs.float()).norm() / theirs.float().norm().clamp_min(1e-30)
-        words = f"{times[best] * 1e6:.0f} against {usual * 1e6:.0f} microseconds"
-        if not gap < 0.02:
-            self.once(f"{name}: bitsandbytes, since the kernel's result is off by {gap:.1%}")
-        elif times[best] < usual:
-            self.once(f"{name}: the kit's kernel, {words}")
-            return best
-        else:
-            self.once(f"{name}: bitsandbytes, {words} for the kit's kernel")
-        return None
+        # A warm-up's x may be zeros, which show nothing. The global generators are left alone.
+        generator, best = torch.Generator(x.device).manual_seed(0), []
+        for batch in BATCHES:
+            rows = f"{batch.start} to {batch.stop - 1} rows" if len(batch) > 1 else "1 row"
+            where = f"{mine.n} x {mine.k} with {rows}"
+            try:
+                trial = torch.randn(batch.start, mine.k, dtype=x.dtype, device=x.device, generator=generator)
+                usual = seconds(functools.partial(other, trial))
+                times = timings(trial, mine)
+                fastest = min(times, key=times.get)
+                ours, theirs = matmul(trial, mine, *fastest).float(), other(trial).float()
+            except Exception as error:  # of the compiler, the driver or the card: decoding goes on without
+                self.enabled = False
+                self.others[f"the kernel fails here: {error}"] = None
+                return [None] * len(BATCHES)
+            gap = ((ours - theirs).norm() / theirs.norm().clamp_min(1e-30)).item()
+            taken = gap < 0.02 and times[fastest] < usual
+            best.append(fastest if taken else None)
+            if taken:
+                self.gains.append(usual / times[fastest])
+            elif gap < 0.02:
+                words = f"{usual * 1e6:.0f} against {times[fastest] * 1e6:.0f} microseconds"
+                self.others[f"{where}: {words}"] = None
+            else:
+                self.others[f"{where}: the kernel's result is off by {gap:.1%}"] = None
+        return best

@@ -45,7 +45,7 @@ class Policy:
 
         `prompts`: rows of a dataset (`dataset[:4]`), a list of strings, or a list of message lists. `n` completions
         each. Sampling settings are the run's unless given (`temperature=0`: greedy). `use_adapter=False` samples the
-        base model. The answers don't depend on what was sampled before: cached prefixes, whose rounding differs, are not
+        base model. The answers don't depend on what was sampled before: no cached prefix, which rounds differently, is
         read.
         """
         from .data import prepare_prompts
@@ -108,7 +108,7 @@ def cuda_is_here() -> bool:
 
 ENGINE_FIELDS = (
     "model_name_or_path", "load_in_4bit", "dtype", "vllm_gpu_memory_utilization", "vllm_max_num_seqs",
-    "vllm_attention_backend", "enforce_eager",
+    "vllm_attention_backend", "enforce_eager", "nf4_kernel",
 )  # fmt: skip
 LORA_FIELDS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
 _loaded: Policy | None = None
@@ -150,6 +150,8 @@ def load(settings: Settings) -> Policy:
     print("\n".join(choice.reasons))
     engine = Engine.start(folder, settings, choice)
     say(f"engine ready: the KV cache holds {engine.kv_cache_tokens:,} tokens")
+    if chosen := engine.products.summary():
+        say(chosen)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         from .adapter import add_adapter

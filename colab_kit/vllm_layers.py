@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import inspect
 
+from .nf4 import Products
 
-def install_layers(nf4_kernel: bool = False) -> None:
-    """Before an engine starts, after vLLM's plugins were loaded. `nf4_kernel`: as the setting of that name."""
-    install_linear_method(nf4_kernel)
+
+def install_layers(products: Products) -> None:
+    """Before an engine starts, after vLLM's plugins were loaded."""
+    install_linear_method(products)
     install_cpu_lora()
 
 
-def install_linear_method(nf4_kernel: bool = False) -> None:
+def install_linear_method(products: Products) -> None:
     """4-bit weights: any dtype of activations, each in its own; for decoding, nf4.py where it is faster."""
     import torch
     from bitsandbytes import matmul_4bit
     from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm_bnb_plugin.bitsandbytes import BitsAndBytesConfig, BitsAndBytesLinearMethod
-
-    from .nf4 import Products
-
-    products = Products(nf4_kernel)
 
     @register_weight_loader_v2_supported_method
     class SharedBitsAndBytesLinearMethod(BitsAndBytesLinearMethod):
