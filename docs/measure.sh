@@ -14,26 +14,26 @@ export COLAB_KIT_DASHBOARD=off PYTHONUNBUFFERED=1
 
 parts() { # "for how long" is measured where a part has run, otherwise (?) guessed
   cat <<'PARTS'
-notebook-t4 240 ?
-four-0.8-off 90
-pairs 200
-llama-40 160 ?
-llama-80 240 ?
-qwen-80 230 ?
-qwen-16bit 200 ?
 passes 200 ?
+qwen-16bit 200 ?
+nf4-llama 250
+nf4-qwen 250 ?
+notebook-t4 220
+notebook-a100 400 ?
 keep 130 ?
-nf4-kernel 120 ?
 t4-kernels 60 ?
 t4-trial 60 ?
 t4-float16 200 ?
-notebook-a100 400 ?
 t4-learning 450 ?
-nf4-llama 250 ?
-nf4-qwen 250 ?
 four-keep 120 ?
 three 200 ?
 soak 1290 ?
+nf4-kernel 50
+four-0.8-off 145
+pairs 245
+llama-40 165
+llama-80 250
+qwen-80 200
 fourteen 380
 cycles 230
 qwen-40 200
