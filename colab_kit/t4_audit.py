@@ -35,7 +35,7 @@ FOREIGN = re.compile(r"\.(?:bf16|e[45]m[23])\w*|\bcp\.async|\bmbarrier|\bwgmma|\
 EXPECTED = (
     "vllm::rms_norm_kernel<c10::Half", "vllm::fused_add_rms_norm_kernel<c10::Half",
     "vllm::rotary_embedding_kernel<c10::Half", "vllm::act_and_mul_kernel<c10::Half",
-    "gemm_4bit_simt<__half, 6>", "gemm_4bit_sm75_m16n8k8<__half", "kDequantizeBlockwise<__half",
+    "gemm_4bit_simt<__half, 4>", "gemm_4bit_sm75_m16n8k8<__half", "kDequantizeBlockwise<__half",
     "kOptimizerStatic8bit2StateBlockwise<float", "fmha_cutlassF_f16_aligned_32x128_rf_sm75",
     "fmha_cutlassB_f16_aligned_64x64_k128_sm75", "vectorized_elementwise_kernel", "native::reduce_kernel",
     "cunn_SoftMaxForward", "native::vectorized_gather_kernel", "CatArrayBatchedCopy", "multi_tensor_apply",

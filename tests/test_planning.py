@@ -57,7 +57,7 @@ def test_a_small_card_generates_some_completions_at_a_time_and_says_so():
     settings = kit.presets.LLAMA31_8B_T4.replace(max_completion_length=8192, num_generations=16,
                                                  per_device_train_batch_size=16)  # fmt: skip
     plan = on_card(settings, LLAMA, 14.3, T4)
-    assert "of 16 completions at full length at a time" in plan.reasons[-1]
+    assert "of 32 completions at full length at a time" in plan.reasons[-1]
     assert plan.sizes.idle + plan.kv_cache_bytes < 14.3 * GIB
 
 
