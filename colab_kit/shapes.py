@@ -70,7 +70,8 @@ def write_checkpoint(
         }  # fmt: skip
     if weights:
         _write_weights(config, folder, load_in_4bit, seed)
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=1))
+    config |= {"dtype": "bfloat16", "transformers_version": "5.0.0"}  # older ones are suspected of a wrong tokenizer
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
     write_tokenizer(folder, config["vocab_size"])
     return folder
 
