@@ -229,22 +229,17 @@ class Products:
         if not self.gains and not self.others:
             return None
         theirs = "bitsandbytes" + (f" ({'; '.join(self.others)})" if self.others else "")
-        if not self.gains:
-            return f"4-bit products while decoding: {theirs}"
-        gain = f"{min(self.gains):.1f} to {max(self.gains):.1f} times as fast"
-        return f"4-bit products while decoding: the kit's kernel, {gain} as bitsandbytes; else {theirs}"
+        if self.gains:
+            gain = f"{min(self.gains):.1f} to {max(self.gains):.1f} times as fast"
+            theirs = f"the kit's kernel, {gain} as bitsandbytes; else {theirs}"
+        return f"4-bit products while decoding: {theirs}"
 
     def apply(self, layer: Any, x: Any, packed: Any, states: list, other: Callable[[Any], Any]) -> Any:
         """x (rows, K) -> (rows, N), by the kernel where it is faster, else by `other(x)`, bitsandbytes' way."""
         import torch
 
-        rows = x.shape[0]
-        if (
-            not self.enabled
-            or not x.is_cuda
-            or not 0 < rows < BATCHES[-1].stop
-            or x.dtype not in (torch.bfloat16, torch.float16)
-        ):
+        rows, half = x.shape[0], x.dtype in (torch.bfloat16, torch.float16)
+        if not (self.enabled and x.is_cuda and half and 0 < rows < BATCHES[-1].stop):
             return other(x)
         capturing = torch.cuda.is_current_stream_capturing()
         if not hasattr(layer, "nf4_weight"):

@@ -1,7 +1,7 @@
 """Settings: one frozen dataclass, checked when it is made; one preset for each model and GPU.
 
-Names and defaults follow TRL's `GRPOConfig` and `ModelConfig` and transformers' `TrainingArguments`
-wherever they have one. Where the kit departs from TRL, the field says so.
+Names and defaults follow TRL's `GRPOConfig` and `ModelConfig` and transformers' `TrainingArguments` wherever they have
+one. Where the kit departs from TRL, the field says so.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ class Settings:
     num_generations: int = 8
     """completions a prompt, G; at least 2"""
     per_device_train_batch_size: int = 8
-    """completions; with gradient_accumulation_steps it gives the completions of one optimizer step.
-    How they are cut into micro-batches is decided by tokens and never changes the result."""
+    """completions; times gradient_accumulation_steps: those of an optimizer step. How they are cut never changes it"""
     gradient_accumulation_steps: int = 1
     max_completion_length: int = 256
     """tokens"""
@@ -241,8 +240,7 @@ LLAMA31_8B_T4 = Settings(
     max_steps=40,
     vllm_attention_backend="TRITON_ATTN",
 )
-"""Llama-3.1 8B on a free Colab T4 (14.56 GiB, no bfloat16). 16 completions decode together: from 8 on bitsandbytes uses
-a T4's matrix units, so they hardly take longer than 6."""
+"""Llama-3.1 8B on a free Colab T4 (14.56 GiB, no bfloat16)."""
 
 QWEN3_32B_A100 = Settings(
     model_name_or_path="unsloth/Qwen3-32B-bnb-4bit",

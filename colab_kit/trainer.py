@@ -13,7 +13,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,7 @@ class Trainer:
         self.checkpoints = Checkpoints(self, resumed)
         self.report = resumed_report(settings, [reward_name(func) for func in self.reward_funcs], resumed)
         self.callbacks = Callbacks(self, callbacks)
+        self.enter = policy.ledger.enter if policy.ledger else lambda phase: None
 
     # --- the algorithm ------------------------------------------------------------------------------
 
@@ -148,8 +149,7 @@ class Trainer:
     def generate(self, step: int) -> Rollout:
         rows, s = self.prompts.indices(step), self.settings
         with self.policy.standby.awake():
-            if self.policy.ledger:  # what was there until now was the trainer's
-                self.policy.ledger.enter("generating")
+            self.enter("generating")  # what the card held until now was the trainer's
             groups = self.policy.engine.generate(
                 [self.prompts.prompt_ids[row] for row in rows],
                 n=s.num_generations,
@@ -203,8 +203,7 @@ class Trainer:
                 old_logps, ratio = kept[i]
                 loss, part = grpo.policy_loss(
                     logps, advantages[batch].to(self.device), mask, settings=s, totals=totals,
-                    # on policy the ratio is exactly 1: no forward pass of its own
-                    old_logps=old_logps if iteration else None,
+                    old_logps=old_logps if iteration else None,  # on policy the ratio is 1: no pass of its own
                     ref_logps=ref_logps, sampling_ratio=ratio, entropy=entropy,
                 )  # fmt: skip
                 self.scaler.scale(loss).backward()
@@ -275,9 +274,9 @@ class Trainer:
             return self.logps(rollout, batch)[0]
 
     def autocast(self):
-        """LoRA's float32 masters compute in the engine's dtype on a GPU; float32 needs nothing."""
+        """LoRA's float32 masters compute in the engine's dtype."""
         dtype = self.policy.engine.dtype
-        return nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype)
+        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
 
     # --- what people see ----------------------------------------------------------------------------
 
@@ -285,8 +284,7 @@ class Trainer:
     def phase(self, name: str):
         self.dashboard.phase(name)
         start = time.perf_counter()
-        if self.policy.ledger:
-            self.policy.ledger.enter("waking" if name == "generating" else name)
+        self.enter("waking" if name == "generating" else name)
         try:
             yield
         except torch.OutOfMemoryError as error:
