@@ -10,9 +10,9 @@ import colab_kit as kit
 from colab_kit.sharing import base_parameters
 
 AGREEMENT = """
-import json, sys, contextlib, torch
 import colab_kit as kit
 kit.enable_standby()
+import json, sys, contextlib, torch
 settings = kit.Settings(
     model_name_or_path={folder!r}, dtype="float32", lora_r=8, lora_alpha=16, num_generations=2,
     per_device_train_batch_size=8, max_prompt_length=64, max_completion_length=40,
@@ -38,6 +38,7 @@ def largest_difference(adapter):
     return worst, tokens
 
 found = {{"fresh": largest_difference(True)}}
+torch.manual_seed(0)
 for name, parameter in policy.model.named_parameters():
     if "lora_B" in name:
         parameter.data.normal_(0, 0.05)
