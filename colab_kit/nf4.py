@@ -223,6 +223,8 @@ class Products:
         """how many times as fast the kernel was, where it was chosen"""
         self.others: dict[str, None] = {}
         """where bitsandbytes was, and why"""
+        self.loaded = False
+        """the load has said what was chosen; what is chosen afterwards (without CUDA graphs) is printed"""
 
     def summary(self) -> str | None:
         """What was chosen, in a sentence; None if there was nothing to choose."""
@@ -254,6 +256,8 @@ class Products:
             if capturing:
                 return other(x)  # nothing can be timed in here; vLLM runs every size once before it captures it
             self.chosen[key] = self.choose(x, mine, other)
+            if self.loaded:
+                print(self.summary())
         best = self.chosen[key][next(i for i, batch in enumerate(BATCHES) if rows in batch)]
         return matmul(x, mine, *best) if best else other(x)
 

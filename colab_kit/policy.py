@@ -150,6 +150,7 @@ def load(settings: Settings) -> Policy:
     print("\n".join(choice.reasons))
     engine = Engine.start(folder, settings, choice)
     say(f"engine ready: the KV cache holds {engine.kv_cache_tokens:,} tokens")
+    engine.products.loaded = True
     if chosen := engine.products.summary():
         say(chosen)
     try:
