@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 from .interrupts import uninterrupted
-from .nf4 import Products
 from .planning import MAX_NUM_BATCHED_TOKENS, sequences
 from .presets import Settings
+from .products import Products
 from .standby import prepare_environment, standby_requested
 from .training_pass import kv_bytes_per_token
 from .vllm_layers import install_layers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from .nf4 import Products
+from .products import Products
 
 
 def install_layers(products: Products) -> None:

@@ -16,7 +16,7 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from colab_kit import nf4, nvrtc
+from colab_kit import nf4, nvrtc, products
 
 FEW = settings(max_examples=12, deadline=None)
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -193,8 +193,8 @@ def test_what_the_kernel_does_not_know_is_named(options, reason):
 def test_without_a_gpu_or_switched_off_it_is_bitsandbytes_product():
     packed, states = quantized([4], 128, 0)
     x = torch.randn(2, 128).bfloat16()
-    for products in (nf4.Products(enabled=True), nf4.Products(enabled=False)):
-        assert products.apply(SimpleNamespace(), x, packed, states, lambda x: "theirs") == "theirs"
+    for chooser in (products.Products(enabled=True), products.Products(enabled=False)):
+        assert chooser.apply(SimpleNamespace(), x, packed, states, lambda x: "theirs") == "theirs"
 
 
 @gpu
@@ -223,7 +223,7 @@ def test_on_the_gpu_it_is_as_exact_and_repeatable_also_in_a_graph(rows, dtype):
 
 @gpu
 def test_the_choice_is_made_once_and_said():
-    products, layer = nf4.Products(), SimpleNamespace()
+    chooser, layer = products.Products(), SimpleNamespace()
     packed, states = quantized([4096], 4096, 1, "cuda")
     x = torch.randn(16, 4096, device="cuda").bfloat16()
 
@@ -231,9 +231,9 @@ def test_the_choice_is_made_once_and_said():
         return matmul_4bit(x, packed.t(), states[0])
 
     for _ in range(2):
-        assert off(products.apply(layer, x, packed, states, theirs), theirs(x).double()) < 5e-3
-    assert list(products.chosen) == [(4096, 4096, torch.bfloat16)]
-    assert "times as fast" in products.summary()
+        assert off(chooser.apply(layer, x, packed, states, theirs), theirs(x).double()) < 5e-3
+    assert list(chooser.chosen) == [(4096, 4096, torch.bfloat16)]
+    assert "times as fast" in chooser.summary()
 
 
 FAST = nf4.Variant(1, 1, 8, 4, 2)
@@ -258,19 +258,19 @@ def test_the_faster_product_is_taken_if_it_agrees_and_the_reason_is_said(times, 
             raise times[1]
         return {(FAST, 1): times[1], (FAST, 2): 1.0}
 
-    monkeypatch.setattr(nf4, "seconds", lambda call: times[0])
-    monkeypatch.setattr(nf4, "timings", timings)
-    monkeypatch.setattr(nf4, "matmul", lambda x, weight, variant, split: torch.full((x.shape[0], 8), result))
-    products = nf4.Products()
+    monkeypatch.setattr(products, "seconds", lambda call: times[0])
+    monkeypatch.setattr(products, "timings", timings)
+    monkeypatch.setattr(products, "matmul", lambda x, weight, variant, split: torch.full((x.shape[0], 8), result))
+    chooser = products.Products()
     mine = nf4.weight(*quantized([8], 64, 0))
-    best = products.choose(torch.zeros(3, 64), mine, lambda x: torch.ones(x.shape[0], 8))
+    best = chooser.choose(torch.zeros(3, 64), mine, lambda x: torch.ones(x.shape[0], 8))
     assert best == [(FAST, 1) if times == (2e-5, 1e-5) and result == 1 else None] * 6
-    assert said in products.summary()
+    assert said in chooser.summary()
 
 
 def test_an_older_card_is_told_once_why_it_decodes_with_bitsandbytes():
-    products = nf4.Products()
+    chooser = products.Products()
     for seed in (0, 1):
-        assert products.weight(*quantized([8], 64, seed), capability=(7, 5)) is None
-    assert products.summary().count("Ampere") == 1
-    assert nf4.Products().summary() is None, "nothing was 4-bit, or nothing was decoded yet"
+        assert chooser.weight(*quantized([8], 64, seed), capability=(7, 5)) is None
+    assert chooser.summary().count("Ampere") == 1
+    assert products.Products().summary() is None, "nothing was 4-bit, or nothing was decoded yet"

@@ -1,0 +1,107 @@
+"""Which 4-bit product each layer takes while decoding: nf4.py's or bitsandbytes'.
+
+`Products.apply` is what the linear method calls. When it meets a shape for the first time it times both on the layer's
+own weight, checks that they agree, and keeps to the faster; `summary` says what was chosen and why. Whatever nf4.py
+doesn't know goes bitsandbytes' way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from .nf4 import Variant, Weight, matmul, seconds, timings, unsupported, weight
+
+BATCHES = (range(1, 2), range(2, 9), range(9, 17), range(17, 33), range(33, 65), range(65, 129))
+"""rows of x (sequences that decode together) that share a choice, timed at the fewest: for the kernel all of them take
+the same time, for bitsandbytes more take longer. Still more rows go bitsandbytes' way"""
+
+
+class Products:
+    """Which product each shape and number of rows takes."""
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self.chosen: dict[tuple, list[tuple[Variant, int] | None]] = {}
+        """by (N, K, dtype): for each of BATCHES the kernel's variant and split, or None: bitsandbytes"""
+        self.gains: list[float] = []
+        """how many times as fast the kernel was, where it was chosen"""
+        self.others: dict[str, None] = {}
+        """where bitsandbytes was, and why"""
+        self.loaded = False
+        """the load has said what was chosen; what is chosen afterwards (without CUDA graphs) is printed"""
+
+    def summary(self) -> str | None:
+        """What was chosen, in a sentence; None if there was nothing to choose."""
+        if not self.gains and not self.others:
+            return None
+        theirs = "bitsandbytes" + (f" ({'; '.join(self.others)})" if self.others else "")
+        if self.gains:
+            gain = f"{min(self.gains):.1f} to {max(self.gains):.1f} times as fast"
+            theirs = f"the kit's kernel, {gain} as bitsandbytes; else {theirs}"
+        return f"4-bit products while decoding: {theirs}"
+
+    def apply(self, layer: Any, x: Any, packed: Any, states: list, other: Callable[[Any], Any]) -> Any:
+        """x (rows, K) -> (rows, N), by the kernel where it is faster, else by `other(x)`, bitsandbytes' way."""
+        import torch
+
+        rows, half = x.shape[0], x.dtype in (torch.bfloat16, torch.float16)
+        if not (self.enabled and x.is_cuda and half and 0 < rows < BATCHES[-1].stop):
+            return other(x)
+        capturing = torch.cuda.is_current_stream_capturing()
+        if not hasattr(layer, "nf4_weight"):
+            if capturing:
+                return other(x)
+            layer.nf4_weight = self.weight(packed, states, torch.cuda.get_device_capability(x.device))
+        mine = layer.nf4_weight
+        if mine is None:
+            return other(x)
+        key = (mine.n, mine.k, x.dtype)
+        if key not in self.chosen:
+            if capturing:
+                return other(x)  # nothing can be timed in here; vLLM runs every size once before it captures it
+            self.chosen[key] = self.choose(x, mine, other)
+            if self.loaded:
+                print(self.summary())
+        best = self.chosen[key][next(i for i, batch in enumerate(BATCHES) if rows in batch)]
+        return matmul(x, mine, *best) if best else other(x)
+
+    def weight(self, packed: Any, states: list, capability: tuple[int, int]) -> Weight | None:
+        reason = unsupported(packed, states)
+        if capability < (8, 0):
+            reason = "the kernel needs an Ampere GPU or a newer one"
+        if reason:
+            self.others[reason] = None
+        return None if reason else weight(packed, states)
+
+    def choose(self, x: Any, mine: Weight, other: Callable[[Any], Any]) -> list[tuple[Variant, int] | None]:
+        """For each of BATCHES. A kernel that fails, or whose result is another, is never taken."""
+        import torch
+
+        # A warm-up's x may be zeros, which show nothing. The global generators are left alone.
+        generator, best = torch.Generator(x.device).manual_seed(0), []
+        for batch in BATCHES:
+            rows = f"{batch.start} to {batch.stop - 1} rows" if len(batch) > 1 else "1 row"
+            where = f"{mine.n} x {mine.k} with {rows}"
+            try:
+                trial = torch.randn(batch.start, mine.k, dtype=x.dtype, device=x.device, generator=generator)
+                usual = seconds(functools.partial(other, trial))
+                times = timings(trial, mine)
+                fastest = min(times, key=times.get)
+                ours, theirs = matmul(trial, mine, *fastest).float(), other(trial).float()
+            except Exception as error:  # of the compiler, the driver or the card: decoding goes on without
+                self.enabled = False
+                self.others[f"the kernel fails here: {error}"] = None
+                return [None] * len(BATCHES)
+            gap = ((ours - theirs).norm() / theirs.norm().clamp_min(1e-30)).item()
+            taken = gap < 0.02 and times[fastest] < usual
+            best.append(fastest if taken else None)
+            if taken:
+                self.gains.append(usual / times[fastest])
+            elif gap < 0.02:
+                words = f"{usual * 1e6:.0f} against {times[fastest] * 1e6:.0f} microseconds"
+                self.others[f"{where}: {words}"] = None
+            else:
+                self.others[f"{where}: the kernel's result is off by {gap:.1%}"] = None
+        return best
