@@ -40,11 +40,12 @@ def at_length(settings: Settings, length: int) -> Settings:
 
 def prepare(options: argparse.Namespace, utilization: float | None, longest: int):
     from . import enable_standby, load
-    from .engine import Engine
 
     enable_standby()
     settings = settings_for(options, utilization, longest)
     if options.dummy:
+        from .engine import Engine
+
         Engine.start = functools.partial(Engine.start, load_format="dummy")
     return load(settings), settings
 

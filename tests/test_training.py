@@ -150,6 +150,20 @@ def test_sampling_twice_with_one_seed_gives_the_same(tiny_policy, tiny_rows):
     assert twice[0] != twice[1], "a prompt that occurs twice must not get the same completions twice"
 
 
+def test_texts_are_what_vllm_itself_makes_of_the_tokens(tiny_policy, tiny_rows):
+    texts = {}
+    for options in ({}, {"detokenize": True}):
+        with tiny_policy.standby.awake():
+            prompts = tiny_policy.tokenizer([row["prompt"] for row in tiny_rows[:4]])["input_ids"]
+            groups = tiny_policy.engine.generate(prompts, n=4, seed=1, max_tokens=12, **options)
+        texts[len(options)] = [(c.text, c.finish_reason) for group in groups for c in group]
+    mine, theirs = texts.values()
+    assert mine == [(text.removeprefix(" "), reason) for text, reason in theirs]  # as TRL: the prompt is not decoded
+    words = tiny_policy.sample(tiny_rows[:1], temperature=0)[0][0].split()
+    stopped = tiny_policy.sample(tiny_rows[:1], temperature=0, stop=[words[3]])[0][0]
+    assert stopped.split() == words[: words.index(words[3])]
+
+
 def test_a_sample_does_not_depend_on_what_was_sampled_before(tiny_policy, tiny_rows, monkeypatch):
     """On a GPU half precision rounds otherwise where a prompt's keys come from the cache: greedy answers differed."""
     scheduler, read = tiny_policy.engine.core.scheduler, []
