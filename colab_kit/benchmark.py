@@ -217,6 +217,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cycles", type=int, default=200)
     parser.add_argument("--kernels", action="store_true", help="list the 4-bit kernels that decoding runs")
     parser.add_argument("--offload", action="store_true", help="checkpoints in host memory in any case")
+    parser.add_argument("--bitsandbytes", action="store_true", help="decode with bitsandbytes' products only")
     parser.add_argument("--dummy", action="store_true", help="16-bit weights that vLLM makes up, not read from a disk")
     parser.add_argument("--keep", action="store_true", help="recompute only the layers that the card can't keep whole")
     parser.add_argument("--utilization", type=float)
@@ -236,7 +237,8 @@ def main(arguments: list[str] | None = None) -> None:
         return
     print(versions() + "\n")
     passed = ["--16bit"] * options.sixteen + ["--kernels"] * options.kernels
-    passed += ["--offload"] * options.offload + ["--keep"] * options.keep + ["--dummy"] * options.dummy
+    for flag in ("offload", "keep", "dummy", "bitsandbytes"):
+        passed += [f"--{flag}"] * getattr(options, flag)
     for name in "card dtype attention sdpa lengths completion generations accumulation rank steps".split():
         if getattr(options, name) is not None:
             passed += [f"--{name}", str(getattr(options, name))]

@@ -12,6 +12,12 @@ from statistics import median
 
 from .presets import Settings
 
+FIGURES = {
+    "step_s": "step_time", "generating_s": "time/generating", "training_s": "time/training",
+    "logp_difference": "sampling/sampling_logp_difference/mean",
+}  # fmt: skip
+"""of a row, medians of its steps; the last: sampler against trainer"""
+
 
 def settings_for(options: argparse.Namespace, utilization: float | None, longest: int) -> Settings:
     """Settings for sequences of `longest` tokens."""
@@ -24,6 +30,7 @@ def settings_for(options: argparse.Namespace, utilization: float | None, longest
         vllm_gpu_memory_utilization=utilization, max_steps=max(options.steps, 1), log_completions=False,
         output_dir=str(Path(options.work) / "out"), learning_rate=1e-5,
         activation_offloading=True if options.offload else None, gradient_checkpointing=None if options.keep else True,
+        nf4_kernel=not options.bitsandbytes,
     )  # fmt: skip
 
 
@@ -102,9 +109,9 @@ def measure(options: argparse.Namespace) -> None:
             "sequences": settings.completions_per_step,
             "savings": run.report.savings,
             "devices": dataclasses.asdict(run.devices),
-            "step_s": median(step["step_time"] for step in run.metrics),
         }
-        row |= {"training_s": median(step["time/training"] for step in run.metrics)}
+        for key, name in FIGURES.items():
+            row[key] = median(step[name] for step in run.metrics)
         if policy.ledger:
             row["samples"] = [
                 (round(t - policy.ledger.samples[0][0], 2), round(used / 2**30, 3), phase)

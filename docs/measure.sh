@@ -18,6 +18,7 @@ passes 200 ?
 qwen-16bit 200 ?
 nf4-llama 250
 nf4-qwen 250 ?
+nf4-steps 300 ?
 notebook-t4 220
 notebook-a100 400 ?
 keep 130 ?
@@ -117,6 +118,14 @@ measure() {
     python3 -m colab_kit.nf4_benchmark kernel | tee "$out/nf4-kernel.md" ;;
   nf4-llama) python3 -m colab_kit.nf4_benchmark engine --model llama31_8b --batches 8,16,32,64 | tee "$out/$part.txt" ;;
   nf4-qwen) python3 -m colab_kit.nf4_benchmark engine --model qwen3_32b --batches 8,16 | tee "$out/$part.txt" ;;
+  nf4-steps) # whole steps at the presets' lengths, sampler against trainer: with the kit's product and without
+    for how in "" --bitsandbytes; do
+      for preset in "llama31_8b --dtype float16 --card 14.56 --lengths 1536 --generations 16 --completion 1024" \
+        "qwen3_32b --dtype bfloat16 --card 39.4 --lengths 4096 --generations 8 --completion 512"; do
+        python3 -m colab_kit.benchmark rows --keep --row 6 --accumulation 1 --steps 2 --model $preset $how \
+          --name "steps$how" --out "$out/nf4-steps-${preset%% *}$how.json"
+      done
+    done ;;
   *)
     echo "no part $part: bash docs/measure.sh list" >&2
     return 1
