@@ -79,7 +79,7 @@ def activations(config: Any, s: Settings, itemsize: int, tokens: int, devices: D
     kept = max(states - host, 0) if devices.activation_offloading else states
     kept += (d.layers - recomputed) * layer_activations(config, itemsize, tokens, devices)
     moving = 2 * d.h if devices.activation_offloading else 0  # two hidden states are on their way to or from the host
-    attention = tokens * (3 * d.h + moving + (10 if devices.expand_kv else 9) * d.q + 4 * d.kv + before_norms(config))
+    attention = tokens * (3.5 * d.h + moving + (10 if devices.expand_kv else 9) * d.q + 4 * d.kv + before_norms(config))
     saved = tokens * (3 * d.h + moving + by_attention(config, devices))
     tile = min(tokens, devices.mlp_tile_tokens or tokens)
     weights = 2 * d.inter * d.h if s.load_in_4bit else 0

@@ -181,7 +181,7 @@ def test_activations_agree_with_the_peaks_measured_on_an_h200(tokens, tile, expa
     """GiB above idle by the driver's count, without gradients: README, Llama-3.1-8B, checkpoints offloaded."""
     settings, devices = kit.Settings(lora_r=32, logprob_chunk_size=1), Devices(True, True, tile, expand_kv)
     estimate = activations(LLAMA, settings, 2, tokens, devices, 10**12) / GIB
-    assert estimate == pytest.approx(measured, rel=0.09)
+    assert estimate == pytest.approx(measured, rel=0.07)
 
 
 MEASURED = sorted((Path(__file__).parent.parent / "docs" / "measured").glob("*.json"))
