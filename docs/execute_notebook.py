@@ -26,9 +26,9 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-from colab_kit.benchmark import random_model, smaller_card, versions
+from colab_kit.benchmark import WORK, random_model, smaller_card, versions
 from colab_kit.data import SYSTEM_PROMPT
-from colab_kit.shapes import SHAPES, write_checkpoint, write_tokenizer
+from colab_kit.shapes import SHAPES, write_tokenizer
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 FIGURES = (
@@ -65,13 +65,11 @@ def fill_in(notebook: nbformat.NotebookNode, values: dict[str, str], left_out: l
 
 
 def write_model(shape: str, folder: Path, weights: Path, period: int) -> Path:
-    """A model folder over the random `weights` (written if they aren't there), with a tokenizer of its own.
+    """A model folder over the random `weights`, with a tokenizer of its own.
 
     One word in `period` holds each of the tags that the notebooks' rewards count: else all completions earned the same
     and no gradient would flow.
     """
-    if not (weights / "tokenizer_config.json").exists():
-        write_checkpoint(shape, weights)
     folder.mkdir(parents=True)
     for file in weights.iterdir():
         if "token" not in file.name and file.suffix != ".jinja":
@@ -139,7 +137,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("notebook", type=Path)
     parser.add_argument("--out", type=Path, default=Path("executed"), help="folder for the executed notebook")
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape in the place of the model")
-    parser.add_argument("--weights", type=Path, help="where they are kept for the next time")
+    parser.add_argument("--work", default=WORK, help="where they are kept for the next time")
     parser.add_argument("--card", type=float, help="GiB of the card to emulate")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of the form, as Python")
     parser.add_argument(
@@ -160,7 +158,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if options.shape:
-            weights = options.weights or Path(random_model(options.shape))
+            weights = Path(random_model(options.shape, options.work))
             model = write_model(options.shape, folder / "model", weights, options.period)
             write_gsm8k(folder / "openai" / "gsm8k", options.prompt_tokens)
             values["model"] = repr(model.name)
