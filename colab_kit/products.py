@@ -92,16 +92,18 @@ class Products:
                 ours, theirs = matmul(trial, mine, *fastest).float(), other(trial).float()
             except Exception as error:  # of the compiler, the driver or the card: decoding goes on without
                 self.enabled = False
+                self.gains.clear()  # what was chosen before goes bitsandbytes' way, too
                 self.others[f"the kernel fails here: {error}"] = None
                 return [None] * len(BATCHES)
             gap = ((ours - theirs).norm() / theirs.norm().clamp_min(1e-30)).item()
-            taken = gap < 0.02 and times[fastest] < usual
-            best.append(fastest if taken else None)
-            if taken:
-                self.gains.append(usual / times[fastest])
-            elif gap < 0.02:
-                words = f"{usual * 1e6:.0f} against {times[fastest] * 1e6:.0f} microseconds"
-                self.others[f"{where}: {words}"] = None
+            reason = None
+            if not gap < 0.02:
+                reason = f"the kernel's result is off by {gap:.1%}"
+            elif times[fastest] >= usual:
+                reason = f"{usual * 1e6:.0f} against {times[fastest] * 1e6:.0f} microseconds"
+            if reason:
+                self.others[f"{where}: {reason}"] = None
             else:
-                self.others[f"{where}: the kernel's result is off by {gap:.1%}"] = None
+                self.gains.append(usual / times[fastest])
+            best.append(None if reason else fastest)
         return best

@@ -268,6 +268,25 @@ def test_the_faster_product_is_taken_if_it_agrees_and_the_reason_is_said(times, 
     assert said in chooser.summary()
 
 
+def test_after_a_failure_no_gain_is_claimed(monkeypatch):
+    chooser, calls = products.Products(), iter([1e-5, OSError("the card fell off")])
+
+    def timings(x, weight):
+        if isinstance(found := next(calls), Exception):
+            raise found
+        return {(FAST, 1): found}
+
+    monkeypatch.setattr(products, "seconds", lambda call: 2e-5)
+    monkeypatch.setattr(products, "timings", timings)
+    monkeypatch.setattr(products, "matmul", lambda x, weight, variant, split: torch.ones(x.shape[0], 8))
+    mine = nf4.weight(*quantized([8], 64, 0))
+    assert chooser.choose(torch.zeros(3, 64), mine, lambda x: torch.ones(x.shape[0], 8)) == [None] * 6
+    assert not chooser.enabled
+    assert chooser.summary() == (
+        "4-bit products while decoding: bitsandbytes (the kernel fails here: the card fell off)"
+    )
+
+
 def test_an_older_card_is_told_once_why_it_decodes_with_bitsandbytes():
     chooser = products.Products()
     for seed in (0, 1):
