@@ -236,8 +236,8 @@ def main(arguments: list[str] | None = None) -> None:
         {"measure": measure, "soak": soak, "passes": passes}[options.what](options)
         return
     print(versions() + "\n")
-    passed = ["--16bit"] * options.sixteen + ["--kernels"] * options.kernels
-    for flag in ("offload", "keep", "dummy", "bitsandbytes"):
+    passed = ["--16bit"] * options.sixteen
+    for flag in ("kernels", "offload", "keep", "dummy", "bitsandbytes"):
         passed += [f"--{flag}"] * getattr(options, flag)
     for name in "card dtype attention sdpa lengths completion generations accumulation rank steps".split():
         if getattr(options, name) is not None:

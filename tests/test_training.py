@@ -151,13 +151,14 @@ def test_sampling_twice_with_one_seed_gives_the_same(tiny_policy, tiny_rows):
 
 
 def test_texts_are_what_vllm_itself_makes_of_the_tokens(tiny_policy, tiny_rows):
-    texts = {}
-    for options in ({}, {"detokenize": True}):
+    prompts = tiny_policy.tokenizer([row["prompt"] for row in tiny_rows[:4]])["input_ids"]
+
+    def texts(**options):
         with tiny_policy.standby.awake():
-            prompts = tiny_policy.tokenizer([row["prompt"] for row in tiny_rows[:4]])["input_ids"]
             groups = tiny_policy.engine.generate(prompts, n=4, seed=1, max_tokens=12, **options)
-        texts[len(options)] = [(c.text, c.finish_reason) for group in groups for c in group]
-    mine, theirs = texts.values()
+        return [(completion.text, completion.finish_reason) for group in groups for completion in group]
+
+    mine, theirs = texts(), texts(detokenize=True)
     assert mine == [(text.removeprefix(" "), reason) for text, reason in theirs]  # as TRL: the prompt is not decoded
     words = tiny_policy.sample(tiny_rows[:1], temperature=0)[0][0].split()
     stopped = tiny_policy.sample(tiny_rows[:1], temperature=0, stop=[words[3]])[0][0]
