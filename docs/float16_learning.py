@@ -15,44 +15,32 @@ import sys
 from pathlib import Path
 from statistics import mean, stdev
 
+import colab_kit as kit
+from colab_kit.demo import NOTEBOOK
 from colab_kit.run import fifths
 
 
-def right_number(completions, answer, **_):
-    """1 for the right number; up to 0.4 for one that is close."""
-    rewards = []
-    for completion, right in zip(completions, answer, strict=True):
-        numbers = re.findall(r"\d+", completion[0]["content"])
-        error = abs(int(numbers[-1]) - right) if numbers else 10
-        rewards.append(1.0 if error == 0 else 0.4 * max(0, 1 - error / 10))
-    return rewards
+def quickstart() -> dict:
+    """What the quickstart's own cells make: its dataset and its rewards."""
+    import nbformat
 
-
-def brief(completions, **_):
-    """1 for up to 12 characters, a little less for each one more, 0 from 52 on."""
-    lengths = [len(completion[0]["content"].strip()) for completion in completions]
-    return [max(0.0, 1 - max(length - 12, 0) / 40) for length in lengths]
+    made = {"kit": kit}
+    for cell in nbformat.read(NOTEBOOK, as_version=4).cells:
+        if cell.cell_type == "code" and re.search(r"^(dataset = |def )", cell.source, re.MULTILINE):
+            exec(cell.source, made)
+    return made
 
 
 def one(dtype: str, seed: int, options: argparse.Namespace) -> None:
-    import random
-
-    import colab_kit as kit
-
     kit.enable_standby()
     settings = kit.presets.QUICKSTART.replace(
         dtype=dtype, seed=seed, max_steps=options.steps, save_minutes=None,
         model_name_or_path=options.model or kit.presets.QUICKSTART.model_name_or_path,
         output_dir=str(options.folder / f"{dtype}-{seed}"), gradient_checkpointing=True,
     )  # fmt: skip
-    question = "What is {} + {}? Answer with the number only."
-    rows = [
-        {"prompt": [{"role": "user", "content": question.format(a, b)}], "answer": a + b}
-        for a in range(1, 10)
-        for b in range(1, 10)
-    ]
-    random.Random(0).shuffle(rows)
-    steps = kit.train(kit.load(settings), rows, [right_number, brief], settings).metrics
+    made = quickstart()
+    rewards = [made["right_number"], made["brief"]]
+    steps = kit.train(kit.load(settings), made["dataset"], rewards, settings).metrics
     print("RESULT " + json.dumps([step["reward"] for step in steps]), sum(step["skipped_steps"] for step in steps))
 
 
