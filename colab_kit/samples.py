@@ -9,12 +9,14 @@ from typing import Any
 
 
 class Samples:
-    """Prompts with their completions. `samples[i]` is the list of completions of prompt i."""
+    """Prompts with their completions. `samples[i]` lists the completions of prompt i; `samples[:3]` is a part."""
 
     def __init__(self, rows: Sequence[dict[str, Any]], completions: Sequence[list[str]], sampling: dict) -> None:
         self.rows, self.completions, self.sampling = list(rows), list(completions), sampling
 
-    def __getitem__(self, index: int) -> list[str]:
+    def __getitem__(self, index: int | slice) -> list[str] | Samples:
+        if isinstance(index, slice):
+            return Samples(self.rows[index], self.completions[index], self.sampling)
         return self.completions[index]
 
     def __len__(self) -> int:
@@ -70,6 +72,10 @@ class Comparison(Samples):
     def __init__(self, before: Samples, after: Samples) -> None:
         super().__init__(before.rows, after.completions, after.sampling)
         self.before = before
+
+    def __getitem__(self, index: int | slice) -> list[str] | Comparison:
+        after = super().__getitem__(index)
+        return Comparison(self.before[index], after) if isinstance(index, slice) else after
 
     @property
     def columns(self) -> dict[str, list[str]]:

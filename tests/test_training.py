@@ -7,6 +7,7 @@ import torch
 
 import colab_kit as kit
 from colab_kit.rewards import RewardError
+from colab_kit.samples import Comparison, Samples
 
 
 def even_tokens(completion_ids, **_):
@@ -260,3 +261,16 @@ def test_one_generation_is_refused_with_the_reason():
 def test_greedy_sampling_of_several_is_refused(tiny_policy, tiny_rows):
     with pytest.raises(ValueError, match="n must be 1"):
         tiny_policy.sample(tiny_rows[:1], n=2, temperature=0)
+
+
+# --- samples ----------------------------------------------------------------------------------------------
+
+
+def test_a_slice_of_samples_is_a_table_of_those_rows():
+    rows = [{"prompt": [{"role": "user", "content": question}]} for question in ("one?", "two?", "three?")]
+    before = Samples(rows, [["1"], ["2"], ["3"]], {"temperature": 0})
+    both = Comparison(before, Samples(rows, [["I"], ["II"], ["III"]], {"temperature": 0}))
+    assert before[:2].columns == {"prompt": ["one?", "two?"], "completion": ["1", "2"]}
+    assert before[:2].sampling == before.sampling and before[1] == ["2"]
+    assert both[1:].columns == {"prompt": ["two?", "three?"], "before": ["2", "3"], "after": ["II", "III"]}
+    assert "<td" in both[:1]._repr_html_() and both[2] == ["III"]
