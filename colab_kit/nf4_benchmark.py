@@ -4,7 +4,8 @@
     python -m colab_kit.nf4_benchmark engine --model llama31_8b --batches 8,16,32,64
 
 `kernel` times with the GPU's cache overwritten before each call, so that the weight comes from memory. `engine` decodes
-with and without the kernel, base and adapter, each in a fresh process. Random inputs; medians.
+with and without the kernel, base and adapter, each in a fresh process, and says where an adapter's step goes. Random
+inputs; medians.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
 
 from . import nf4
 from .benchmark import random_model
@@ -30,6 +34,15 @@ SHAPES = {
     "Qwen3-32B gate, up": ([25600, 25600], 5120),
     "Qwen3-32B down": ([5120], 25600),
 }
+PARTS = {
+    "LoRA": "lora",
+    "4-bit products": "nf4_matmul|4bit|dequantize",
+    "16-bit products (the head; bitsandbytes' unpacked weights)": "nvjet|gemm|gemv|cutlass|splitk",
+    "attention": "attention|flash|fmha|reshape_and_cache|rotary|reduce_segments",
+    "norms, activation": "norm|silu|act_and_mul",
+    "sampling and the rest": "",
+}
+"""of a decoding step, by what the names of their kernels hold"""
 
 
 def kernel(batches: list[int], dtypes: list[str]) -> None:
@@ -87,14 +100,38 @@ def engine(model: str, batches: list[int], use: bool, tokens: int = 128) -> None
     with policy.standby.awake():
         for batch in batches:
             for adapter in (None, policy.slot.request):
-                rates = []
-                for count in (8, tokens, tokens):
+                options = {"temperature": 1, "ignore_eos": True, "lora_request": adapter}
+                generate = functools.partial(policy.engine.generate, ids[:batch], **options)
+                took = []
+                for count in (8, 8, tokens, tokens):
                     start = time.perf_counter()
-                    options = {"temperature": 1, "max_tokens": count, "ignore_eos": True, "lora_request": adapter}
-                    policy.engine.generate(ids[:batch], **options)
-                    rates.append(batch * count / (time.perf_counter() - start))
-                row = ("kernel" if use else "bitsandbytes", batch, "adapter" if adapter else "base", round(max(rates)))
-                print("| {} | {} | {} | {} tokens/s |".format(*row), flush=True)
+                    generate(max_tokens=count)
+                    took.append(time.perf_counter() - start)
+                row = ("kernel" if use else "bitsandbytes", batch, "adapter" if adapter else "base")
+                print("| {} | {} | {} |".format(*row), f"{batch * tokens / min(took[2:]):.0f} tokens/s |", flush=True)
+            parts = step_parts(generate)
+            step = 1e6 * (min(took[2:]) - min(took[:2])) / (tokens - 8)
+            parts["no kernel runs"] = step - sum(parts.values())
+            for part, microseconds in parts.items():
+                print(
+                    "| {} | {} | {} |".format(*row),
+                    f"{part} | {microseconds:.0f} of {step:.0f} us a step |",
+                    flush=True,
+                )
+
+
+def step_parts(generate: Callable, counts: tuple[int, int] = (8, 40)) -> dict[str, float]:
+    """Microseconds of PARTS in a decoding step: what generating more tokens takes longer."""
+    from torch.profiler import ProfilerActivity, profile
+
+    found: Counter = Counter()
+    for count, sign in zip(counts, (-1, 1), strict=True):
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            generate(max_tokens=count)
+        for event in trace.key_averages():
+            part = next(part for part, pattern in PARTS.items() if re.search(pattern, event.key, re.IGNORECASE))
+            found[part] += sign * event.self_device_time_total / (counts[1] - counts[0])
+    return {part: found[part] for part in PARTS}
 
 
 def main() -> None:

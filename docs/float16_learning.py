@@ -1,9 +1,8 @@
 """Does float16 learn as bfloat16 does? The quickstart's task for 50 steps in each dtype, from several seeds.
 
-    python docs/float16_learning.py FOLDER [--dtypes bfloat16,float16] [--seeds 0,1,2,3] [--model FOLDER_OR_NAME]
+    python docs/float16_learning.py FOLDER [--dtypes bfloat16,float16] [--seeds 0,1,2,3] [--at-once 1]
 
-One process for each run; a row of docs/t4.md's table as each ends, then the means. On a GPU, or on a CPU, where float16
-takes 90 s a step.
+One process for each run; docs/t4.md's table, then the means. On a GPU, or on a CPU, where float16 takes 90 s a step.
 """
 
 import argparse
@@ -12,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -37,6 +37,7 @@ def one(dtype: str, seed: int, options: argparse.Namespace) -> None:
         dtype=dtype, seed=seed, max_steps=options.steps, save_minutes=None,
         model_name_or_path=options.model or kit.presets.QUICKSTART.model_name_or_path,
         output_dir=str(options.folder / f"{dtype}-{seed}"), gradient_checkpointing=True,
+        vllm_gpu_memory_utilization=0.4 / options.at_once if options.at_once > 1 else None,
     )  # fmt: skip
     made = quickstart()
     rewards = [made["right_number"], made["brief"]]
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--dtypes", default="bfloat16,float16")
     parser.add_argument("--seeds", default="0,1,2,3")
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--at-once", type=int, default=1, help="runs that share the GPU")
     parser.add_argument("--model", help="instead of SmolLM2-135M")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -59,13 +61,16 @@ def main() -> None:
     print("| dtype | seed | first fifth | last fifth | best ten steps in a row | second half | skipped steps |")
     print("|" + "---|" * 7)
     halves: dict[str, list[float]] = {}
-    for seed in options.seeds.split(","):
-        for dtype in options.dtypes.split(","):
-            command = [sys.executable, *sys.argv, "--one", dtype, seed]
-            run = subprocess.run(
-                command, env=os.environ | {"COLAB_KIT_DASHBOARD": "off"}, stdout=subprocess.PIPE, text=True, check=True
-            )
-            found = next(line for line in run.stdout.splitlines() if line.startswith("RESULT "))
+    runs = [(dtype, seed) for seed in options.seeds.split(",") for dtype in options.dtypes.split(",")]
+
+    def result(run: tuple[str, str]) -> str:
+        command = [sys.executable, *sys.argv, "--one", *run]
+        environment = os.environ | {"COLAB_KIT_DASHBOARD": "off"}
+        return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+    with ThreadPoolExecutor(options.at_once) as pool:
+        for (dtype, seed), output in zip(runs, pool.map(result, runs), strict=True):
+            found = next(line for line in output.splitlines() if line.startswith("RESULT "))
             rewards, end = json.JSONDecoder().raw_decode(found[7:])
             half = len(rewards) // 2
             best = max(mean(rewards[i : i + 10]) for i in range(len(rewards) - 9))

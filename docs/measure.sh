@@ -103,7 +103,7 @@ measure() {
   t4-float16)
     python3 docs/float16.py "$out/float16" | grep --line-buffered -e cosine -e memory -e step_time |
       tee "$out/float16.txt" ;;
-  t4-learning) python3 docs/float16_learning.py "$out/learning" | tee "$out/t4-learning.md" ;;
+  t4-learning) python3 docs/float16_learning.py "$out/learning" --at-once 4 | tee "$out/t4-learning.md" ;;
   # The notebooks' own cells in the memory of their cards, 5 steps at the presets' lengths, every completion full
   notebook-t4)
     notebook llama31_8b_qlora_t4 --shape llama31_8b --card 14.56 --prompt-tokens 500 \
