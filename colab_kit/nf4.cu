@@ -13,7 +13,8 @@ typedef long long i64;
 struct Shard { i64 first_row; const float *absmax; };
 
 constexpr int THREADS = WARPS * 32, ROWS = WARPS * R * 16, BATCH = MT * 8, GROUP = 4;
-constexpr int STAGE = GROUP * BATCH * 128, TABLE = 256 * 128;  // bytes
+// Shared memory in units of 256 bytes: the 128 of a byte's entry in the table, once a bank, then 128 of x, a row's 64.
+constexpr int UNIT = 256, STAGE = GROUP * BATCH * UNIT;
 
 #ifndef EMULATED  // tests/nf4_emulated.cpp has these in C++
 #define SHARED extern __shared__ __align__(128) u8 shared[]
@@ -36,6 +37,10 @@ __device__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+__device__ u32 entry(u32 v, int byte, u32 lane4) {  // where v's byte is in the table, for this lane's bank
+    return __byte_perm(v, lane4, 0x5504 | byte << 4);
+}
+
 __device__ uint2 stream(const u8 *address) {  // read once: not kept in L1
     uint2 v;
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));
@@ -54,69 +59,77 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) nf4_matmul(
     const u16 *x, const u8 *w, const Shard *shards, const float *code, u16 *y, float4 *partial, int *counters,
     int n_shards, int M, int N, int K, int stride, float factor) {
     SHARED;
-    u8 *xs = shared + TABLE;
+    u8 *xs = shared + UNIT / 2;
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
     const int blocks = K / 64, first_m = blockIdx.z * BATCH;
     const int per = ((blocks + (int)gridDim.y - 1) / (int)gridDim.y + GROUP - 1) / GROUP * GROUP;
-    const int from = blockIdx.y * per, to = min(from + per, blocks), groups = (to - from + GROUP - 1) / GROUP;
+    const int from = blockIdx.y * per, count = min(per, blocks - from), groups = (count + GROUP - 1) / GROUP;
 
     // Rows of this lane: g and g + 8 of each tile. Rows past N repeat the last one and are not written.
     const int row0 = blockIdx.x * ROWS + warp * R * 16 + g;
-    const float *absmax[R][2];
-    u32 weights[R][2];  // bytes from w
-    uint2 packed[GROUP][R][2];
+    const float *scales[R][2];
+    const u8 *weights[R][2];
+    uint2 packed[GROUP][R][2] = {};
     float next[R][2];
 #pragma unroll
     for (int i = 0; i < R * 2; i++) {
         const int row = min(row0 + i / 2 * 16 + i % 2 * 8, N - 1);
         int s = n_shards - 1;
         while (s > 0 && shards[s].first_row > row) s--;
-        absmax[i / 2][i % 2] = shards[s].absmax + (i64)(row - (int)shards[s].first_row) * blocks;
-        weights[i / 2][i % 2] = (u32)row * (K / 2) + t * 8;
+        scales[i / 2][i % 2] = shards[s].absmax + (i64)(row - (int)shards[s].first_row) * blocks + from + t;
+        weights[i / 2][i % 2] = w + (i64)row * (K / 2) + from * 32 + t * 8;
     }
-    auto load_packed = [&](int b, int block) {
+    // `left`: blocks of 64 from the one that is meant to the end. What is not there is multiplied by zeros of x.
+    auto load_packed = [&](int b, int offset, int left) {
+        if (left > 0)
 #pragma unroll
-        for (int i = 0; i < R * 2; i++) packed[b][i / 2][i % 2] = stream(w + weights[i / 2][i % 2] + min(block, blocks - 1) * 32);
+            for (int i = 0; i < R * 2; i++) packed[b][i / 2][i % 2] = stream(weights[i / 2][i % 2] + offset);
     };
-    auto load_scales = [&](int block) {  // lane t of a quad: the group's block t
+    auto load_scales = [&](int offset, int left) {  // lane t of a quad: the group's block t
 #pragma unroll
-        for (int i = 0; i < R * 2; i++) next[i / 2][i % 2] = absmax[i / 2][i % 2][min(block + t, blocks - 1)];
+        for (int i = 0; i < R * 2; i++) next[i / 2][i % 2] = t < left ? __ldg(scales[i / 2][i % 2] + offset) : 0.f;
     };
     // 16 bytes of x: the 8 of a row's 128 bytes in such an order that the reads below meet no bank twice.
-    auto load_x = [&](int group) {
-        if (group < groups)
-            for (int i = tid; i < GROUP * BATCH * 8; i += THREADS) {
-                const int row = i / 32, c = i % 8, block = i / 8 % GROUP, k = (from + group * GROUP + block) * 64 + c * 8;
-                const bool there = first_m + row < M && k < to * 64;
-                const u16 *source = there ? x + (i64)(first_m + row) * stride + k : x;
-                const int at = (block * BATCH + row) * 8 + (((c & 1) * 4 + (c >> 1)) ^ ((row & 1) * 4));
-                copy16(xs + (group % STAGES) * STAGE + at * 16, source, there);
+    const u16 *source = x + (i64)(first_m + warp) * stride + from * 64 + lane * 8;
+    const int c = lane & 7, chunk = (c & 1) * 4 + (c >> 1);
+    u8 *target = xs + ((lane >> 3) * BATCH + warp) * UNIT;
+    int left_x = count * 8 - lane, filled = 0;  // in 16 bytes; the stage to fill, in bytes
+    auto load_x = [&]() {
+        if (left_x > -lane)
+#pragma unroll
+            for (int j = 0; j < BATCH / WARPS; j++) {
+                const bool there = left_x > 0 && first_m + warp + j * WARPS < M;
+                const int at = (chunk ^ ((warp + j * WARPS) & 1) * 4) * 16;
+                copy16(target + filled + j * WARPS * UNIT + at, there ? source + (i64)j * WARPS * stride : x, there);
             }
         commit();
+        source += GROUP * 64, left_x -= GROUP * 8, filled = filled == (STAGES - 1) * STAGE ? 0 : filled + STAGE;
     };
 #pragma unroll
-    for (int b = 0; b < GROUP; b++) load_packed(b, from + b);
-    load_scales(from);
-    for (int i = 0; i < STAGES - 1; i++) load_x(i);
+    for (int b = 0; b < GROUP; b++) load_packed(b, b * 32, count - b);
+    load_scales(0, count);
+    for (int i = 0; i < STAGES - 1; i++) load_x();
     // A byte of W -> its two values, once a bank.
     for (int i = tid; i < 256 * 8; i += THREADS) {
         const u32 v = pack(code[i >> 7] * factor, code[(i >> 3) & 15] * factor);
-        ((uint4 *)shared)[i] = make_uint4(v, v, v, v);
+        *(uint4 *)(shared + (i >> 3) * UNIT + (i & 7) * 16) = make_uint4(v, v, v, v);
     }
 
     const float inverse = 1.f / factor;
     float sum[R][MT][4] = {};
-    const u32 lane4 = lane * 4, xlane = (g * 8 + (t ^ ((g & 1) * 4))) * 16;
-    for (int group = 0; group < groups; group++) {
+    const u32 lane4 = lane * 4;
+    const u8 *read = xs + g * UNIT + (t ^ ((g & 1) * 4)) * 16;
+    int used = 0;
+    for (int left = count; left > 0; left -= GROUP) {
         wait();
         __syncthreads();
-        load_x(group + STAGES - 1);
-        const u8 *xg = xs + (group % STAGES) * STAGE;
-        const int block = from + group * GROUP;
+        load_x();
+        const u8 *p_side = read + used, *q_side = xs + g * UNIT + ((t ^ ((g & 1) * 4)) * 16 ^ 64) + used;
+        used = used == (STAGES - 1) * STAGE ? 0 : used + STAGE;
         float mine[R][2];
 #pragma unroll
-        for (int i = 0; i < R * 2; i++) mine[i / 2][i % 2] = block + t < to ? next[i / 2][i % 2] * inverse : 0.f;
-        load_scales(block + GROUP);
+        for (int i = 0; i < R * 2; i++) mine[i / 2][i % 2] = next[i / 2][i % 2] * inverse;
+        load_scales(GROUP, left - GROUP);
 #pragma unroll
         for (int b = 0; b < GROUP; b++) {
             u32 a[R][4][4];
@@ -128,16 +141,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) nf4_matmul(
 #pragma unroll
                 for (int s = 0; s < 4; s++) {
                     const u32 v = s < 2 ? packed[b][r][h].x : packed[b][r][h].y;
-                    const u32 low = (s & 1 ? v >> 9 : v << 7) & 0x7f80u, high = (s & 1 ? v >> 17 : v >> 1) & 0x7f80u;
-                    a[r][s][h] = *(const u32 *)(shared + (low | lane4));
-                    a[r][s][h + 2] = *(const u32 *)(shared + (high | lane4));
+                    a[r][s][h] = *(const u32 *)(shared + entry(v, s % 2 * 2, lane4));
+                    a[r][s][h + 2] = *(const u32 *)(shared + entry(v, s % 2 * 2 + 1, lane4));
                 }
             }
-            load_packed(b, block + GROUP + b);
+            load_packed(b, (GROUP + b) * 32, left - GROUP - b);
 #pragma unroll
             for (int n = 0; n < MT; n++) {
-                const u32 at = (b * BATCH + n * 8) * 128 + xlane;
-                const uint4 p = *(const uint4 *)(xg + at), q = *(const uint4 *)(xg + (at ^ 64));
+                const int at = (b * BATCH + n * 8) * UNIT;
+                const uint4 p = *(const uint4 *)(p_side + at), q = *(const uint4 *)(q_side + at);
 #pragma unroll
                 for (int r = 0; r < R; r++) {
                     float c[4] = {};
@@ -150,6 +162,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) nf4_matmul(
                 }
             }
         }
+#pragma unroll
+        for (int i = 0; i < R * 2; i++) weights[i / 2][i % 2] += GROUP * 32, scales[i / 2][i % 2] += GROUP;
     }
 
     // Split K: every block leaves its sums; the last one to come adds all of them, always in the same order.

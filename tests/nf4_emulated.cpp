@@ -52,6 +52,7 @@ static void __threadfence() {}
 static int atomicAdd(int *p, int v) { return (*p += v) - v; }
 static void __stcg(float4 *p, float4 v) { *p = v; }
 static float4 __ldcg(const float4 *p) { return *p; }
+static float __ldg(const float *p) { return *p; }
 static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 static int min(int a, int b) { return std::min(a, b); }
 static float __shfl_sync(unsigned, float v, int from) {
@@ -87,6 +88,7 @@ static uint32_t narrow(float f) {
 #endif
 }
 static uint32_t pack(float low, float high) { return narrow(low) | narrow(high) << 16; }
+static uint32_t entry(uint32_t v, int byte, uint32_t lane4) { return (v >> byte * 8 & 255) * 256 + lane4; }
 static uint2 stream(const uint8_t *p) {
     uint2 v;
     memcpy(&v, p, 8);
