@@ -6,6 +6,7 @@
 // within each 64-block so that lane t of a quad owns 8 bytes of W (16 values), read straight from memory to registers;
 // its step s takes values 4s..4s+3 of them, and x is read with the same permutation, from shared memory.
 // Each 64-block has its own float32 sum, which is multiplied by the block's scale: only the table of 16 is rounded.
+// A LoRA adapter's update is added to the sums: `h` is X A^T (lora_shrink, below), B is read here.
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
@@ -57,7 +58,7 @@ __device__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) nf4_matmul(
     const u16 *x, const u8 *w, const Shard *shards, const float *code, u16 *y, float4 *partial, int *counters,
-    int n_shards, int M, int N, int K, int stride, float factor) {
+    int n_shards, int M, int N, int K, int stride, float factor, const u16 *h, const u16 *const *lora_b, int rank) {
     SHARED;
     u8 *xs = shared + UNIT / 2;
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
@@ -195,6 +196,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) nf4_matmul(
         }
         if (tid == 0) counters[tile] = 0;
     }
+    // Y += H B^T, B [N, rank] a shard; a tile of 16 rows lies in one shard. Lane t has 8 of 32 values, as above.
+    if (rank)
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            const int row = min(row0 - g + r * 16, N - 16);
+            int s = n_shards - 1;
+            while (s > 0 && shards[s].first_row > row) s--;
+            const u16 *b = lora_b[s] + (i64)(row - (int)shards[s].first_row + g) * rank + t * 8;
+            for (int k = 0; k < rank; k += 32) {
+                const uint4 v = *(const uint4 *)(b + k), w = *(const uint4 *)(b + 8 * rank + k);
+                const u32 first[4] = {v.x, w.x, v.y, w.y}, second[4] = {v.z, w.z, v.w, w.w};
+#pragma unroll
+                for (int n = 0; n < MT; n++) {
+                    const i64 m = min(first_m + n * 8 + g, M - 1);
+                    const uint4 p = *(const uint4 *)(h + (m * n_shards + s) * rank + k + t * 8);
+                    mma(sum[r][n], first, p.x, p.y);
+                    mma(sum[r][n], second, p.z, p.w);
+                }
+            }
+        }
 #pragma unroll
     for (int r = 0; r < R; r++)
 #pragma unroll
@@ -204,4 +225,58 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) nf4_matmul(
                 const int row = row0 + r * 16 + i / 2 * 8, m = first_m + n * 8 + t * 2 + i % 2;
                 if (row < N && m < M) y[(i64)m * N + row] = (u16)pack(sum[r][n][i], 0.f);
             }
+}
+
+// H[M, slices x rank] = X[M, K] A^T, A [rank, K] a slice; zeros for rows of X whose adapter (`adapters`) is below 0.
+// A block takes 16 rows of A and a part of K, its warps every WARPS-th 32 values of it; the last block to come adds.
+extern "C" __global__ void __launch_bounds__(THREADS) lora_shrink(
+    const u16 *x, const u16 *const *lora_a, u16 *h, float *partial, int *counters, const int *adapters, int slices,
+    int rank, int M, int K, int stride) {
+    __shared__ float sums[WARPS][16 * BATCH];
+    __shared__ int last;
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
+    const int first_m = blockIdx.z * BATCH, tile = blockIdx.x * 16, s = tile / rank, chunks = K / 32;
+    const int per = (chunks + (int)gridDim.y - 1) / (int)gridDim.y;
+    const int to = min((int)(blockIdx.y + 1) * per, chunks);
+    const u16 *a = lora_a[s] + (i64)(tile - s * rank + g) * K + t * 8, *rows[MT];
+#pragma unroll
+    for (int n = 0; n < MT; n++) rows[n] = x + (i64)min(first_m + n * 8 + g, M - 1) * stride + t * 8;
+    float c[MT][4] = {};
+#pragma unroll 2
+    for (int k = blockIdx.y * per + warp; k < to; k += WARPS) {
+        const uint4 v = *(const uint4 *)(a + k * 32), w = *(const uint4 *)(a + (i64)8 * K + k * 32);
+        const u32 first[4] = {v.x, w.x, v.y, w.y}, second[4] = {v.z, w.z, v.w, w.w};
+#pragma unroll
+        for (int n = 0; n < MT; n++) {
+            const uint4 p = *(const uint4 *)(rows[n] + k * 32);
+            mma(c[n], first, p.x, p.y);
+            mma(c[n], second, p.z, p.w);
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < MT; n++)  // [row of X][row of A]
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[warp][(n * 8 + t * 2 + i % 2) * 16 + g + i / 2 * 8] = c[n][i];
+    __syncthreads();
+    const int at = blockIdx.z * gridDim.x + blockIdx.x, parts = gridDim.y;
+    float *place = partial + (i64)at * parts * 16 * BATCH;
+    for (int i = tid; i < 16 * BATCH; i += THREADS) {
+        float sum = 0.f;
+        for (int j = 0; j < WARPS; j++) sum += sums[j][i];
+        place[blockIdx.y * 16 * BATCH + i] = sum;
+    }
+    __threadfence();
+    __syncthreads();
+    if (tid == 0) last = atomicAdd(counters + at, 1) == parts - 1;
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    for (int i = tid; i < 16 * BATCH; i += THREADS) {
+        const int m = first_m + i / 16;
+        if (m >= M) continue;
+        float sum = 0.f;
+        for (int j = 0; j < parts; j++) sum += __ldcg(place + j * 16 * BATCH + i);
+        h[(i64)m * slices * rank + tile + i % 16] = (u16)pack(adapters[m] < 0 ? 0.f : sum, 0.f);
+    }
+    if (tid == 0) counters[at] = 0;
 }

@@ -81,7 +81,32 @@ def splits(variant: Variant, rows: int, n: int, k: int, processors: int) -> list
 def compiled(variant: Variant, capability: tuple[int, int]) -> Any:
     source = Path(__file__).with_name("nf4.cu").read_bytes()
     binary = nvrtc.cubin(source, dataclasses.asdict(variant), capability)
-    return nvrtc.load(binary, b"nf4_matmul", variant.shared)
+    return nvrtc.load(binary, b"nf4_matmul", variant.shared), nvrtc.load(binary, b"lora_shrink", 0)
+
+
+@dataclasses.dataclass
+class Adapter:
+    """A layer's LoRA matrices in the sampler's slot, a pair for each shard, by address: they are copied into."""
+
+    a: Any
+    """int64 (shards,): addresses of A, [rank, K]"""
+    b: Any
+    """int64 (shards,): of B times alpha / rank, [rows of the shard, rank]"""
+    rank: int
+    counters: Any
+    """int32, zero between launches"""
+
+
+def adapter(a: list, b: list) -> Adapter | None:
+    """From the matrices [rank, K] and [rows, rank] of each shard; None where their shape is not the kernel's."""
+    import torch
+
+    rank = a[0].shape[0]
+    if rank % 32 or any(m.shape[1] != rank or m.shape[0] % 16 or not m.is_contiguous() for m in b):
+        return None
+    pointers = [torch.tensor([m.data_ptr() for m in some], dtype=torch.int64, device=a[0].device) for some in (a, b)]
+    counters = torch.zeros(2 * len(a) * rank // 16, dtype=torch.int32, device=a[0].device)
+    return Adapter(*pointers, rank, counters)
 
 
 @dataclasses.dataclass
@@ -140,10 +165,48 @@ def weight(packed: Any, states: list) -> Weight:
     return Weight(packed, row, states[0].shape[1], shards, states[0].code.float().contiguous(), counters, states)
 
 
-def matmul(x: Any, weight: Weight, variant: Variant, split: int) -> Any:
+def launch(kernel: Any, grid: tuple[int, int, int], threads: int, shared: int, arguments: list) -> None:
+    """On torch's current stream. `arguments`: tensors (by address, None is 0), ints and floats."""
+    import torch
+
+    values = [
+        ctypes.c_int(v) if isinstance(v, int) else ctypes.c_float(v) if isinstance(v, float)
+        else ctypes.c_void_p(v.data_ptr() if v is not None else None)
+        for v in arguments
+    ]  # fmt: skip
+    pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    result = nvrtc.driver().cuLaunchKernel(kernel, *grid, threads, 1, 1, shared, stream, pointers, None)
+    nvrtc.check(result, "cuLaunchKernel")
+
+
+def shrink_grid(variant: Variant, rows: int, k: int, width: int) -> tuple[int, int, int]:
+    """Blocks for X A^T, A of `width` rows in all: each warp of a block takes two chunks of 32 of K."""
+    return width // 16, -(-k // (32 * variant.WARPS * 2)), -(-rows // (variant.MT * 8))
+
+
+def shrink(x: Any, weight: Weight, adapter: Adapter, adapters: Any, variant: Variant) -> Any:
+    """x (rows, K) -> (rows, shards, rank): x A^T, zeros where `adapters` (int32, a row's slot) is below 0."""
+    import torch
+
+    shards, rows = len(adapter.a), x.shape[0]
+    grid = shrink_grid(variant, rows, weight.k, shards * adapter.rank)
+    h = torch.empty(rows, shards, adapter.rank, dtype=x.dtype, device=x.device)
+    partial = torch.empty(math.prod(grid) * 16 * variant.MT * 8, dtype=torch.float32, device=x.device)
+    kernel = compiled(variant, torch.cuda.get_device_capability(x.device))[1]
+    sizes = [shards, adapter.rank, rows, weight.k, x.stride(0)]
+    arguments = [x, adapter.a, h, partial, adapter.counters, adapters, *sizes]
+    launch(kernel, grid, variant.WARPS * 32, 0, arguments)
+    return h
+
+
+def matmul(
+    x: Any, weight: Weight, variant: Variant, split: int, adapter: Adapter | None = None, adapters: Any = None
+) -> Any:
     """x (rows, K), bfloat16 or float16, on the GPU -> (rows, N) in the same dtype: x W^T. On torch's current stream.
 
-    The same numbers each time: the partial sums of a split K are added in a fixed order.
+    With an `adapter`, for the rows whose slot in `adapters` (int32) is 0 or above: x W^T + x A^T B^T. The same numbers
+    each time: partial sums are added in a fixed order.
     """
     import torch
 
@@ -155,22 +218,20 @@ def matmul(x: Any, weight: Weight, variant: Variant, split: int) -> Any:
         raise ValueError(f"{rows} rows in tiles of {variant.MT * 8}: take a variant of `variants({rows}, ...)`")
     out = torch.empty(rows, weight.n, dtype=x.dtype, device=x.device)
     partial = torch.empty(variant.workspace(grid), dtype=torch.float32, device=x.device)
-    tensors = (x, weight.packed, weight.shards, weight.code, out, partial, weight.counters)
-    values = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
-    values += [ctypes.c_int(v) for v in (weight.shards.shape[0], rows, weight.n, weight.k, x.stride(0))]
-    values.append(ctypes.c_float(FACTORS[variant.HALF]))
-    arguments = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
-    kernel = compiled(variant, torch.cuda.get_device_capability(x.device))
-    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-    threads = variant.WARPS * 32
-    result = nvrtc.driver().cuLaunchKernel(kernel, *grid, threads, 1, 1, variant.shared, stream, arguments, None)
-    nvrtc.check(result, "cuLaunchKernel")
+    h = shrink(x, weight, adapter, adapters, variant) if adapter else None
+    arguments = [
+        x, weight.packed, weight.shards, weight.code, out, partial, weight.counters, weight.shards.shape[0], rows,
+        weight.n, weight.k, x.stride(0), FACTORS[variant.HALF], h,
+        *((adapter.b, adapter.rank) if adapter else (None, 0)),
+    ]  # fmt: skip
+    kernel = compiled(variant, torch.cuda.get_device_capability(x.device))[0]
+    launch(kernel, grid, variant.WARPS * 32, variant.shared, arguments)
     return out
 
 
 def seconds(call: Callable[[], Any], repeats: int = 7, calls: int = 4) -> float:
-    """Median of replaying `calls` calls as a CUDA graph, each after a read of twice the GPU's cache, less the same graph
-    without them: the weight comes from memory, as among other layers, and the graph's launch does not count."""
+    """Median of replaying `calls` calls as a CUDA graph, each after a read of twice the GPU's cache, less the same
+    graph without them: the weight comes from memory, as among other layers, and the graph's launch does not count."""
     import torch
 
     cache = torch.zeros(torch.cuda.get_device_properties(0).L2_cache_size // 2, dtype=torch.int32, device="cuda")

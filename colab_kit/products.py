@@ -2,7 +2,7 @@
 
 `Products.apply` is what the linear method calls. When it meets a shape for the first time it times both on the layer's
 own weight, checks that they agree, and keeps to the faster; `summary` says what was chosen and why. Whatever nf4.py
-doesn't know goes bitsandbytes' way.
+doesn't know goes bitsandbytes' way. An adapter's update is added in the same product where the kernel does it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .nf4 import Variant, Weight, matmul, seconds, timings, unsupported, weight
+from .nf4 import Variant, Weight, adapter, matmul, seconds, timings, unsupported, weight
 
 BATCHES = (range(1, 2), range(2, 9), range(9, 17), range(17, 33), range(33, 65), range(65, 129))
 """rows of x (sequences that decode together) that share a choice, timed at the fewest: for the kernel all of them take
@@ -31,6 +31,8 @@ class Products:
         """where bitsandbytes was, and why"""
         self.loaded = False
         """the load has said what was chosen; what is chosen afterwards (without CUDA graphs) is printed"""
+        self.update: tuple | None = None
+        """(adapter, slots of the rows): to be added by the next product, which sets it to None if it did"""
 
     def summary(self) -> str | None:
         """What was chosen, in a sentence; None if there was nothing to choose."""
@@ -65,7 +67,28 @@ class Products:
             if self.loaded:
                 print(self.summary())
         best = self.chosen[key][next(i for i, batch in enumerate(BATCHES) if rows in batch)]
-        return matmul(x, mine, *best) if best else other(x)
+        if not best:
+            return other(x)
+        if self.update and len(self.update[0].a) != len(mine.shards):
+            return matmul(x, mine, *best)
+        update, self.update = self.update or (None, None), None
+        return matmul(x, mine, *best, *update)
+
+    def update_of(self, layer: Any, x: Any) -> tuple | None:
+        """What vLLM's LoRA layer would add for x (rows, K); None if nothing, or nothing that nf4.cu can add."""
+        import torch
+
+        if not self.enabled or not x.is_cuda or x.dim() != 2:
+            return None
+        slots = layer.punica_wrapper.token_mapping_meta
+        if slots.no_lora_flag_cpu.item():
+            return None
+        if not hasattr(layer, "nf4_adapter"):
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            matrices = [[stacked[0, 0] for stacked in some] for some in (layer.lora_a_stacked, layer.lora_b_stacked)]
+            layer.nf4_adapter = adapter(*matrices)
+        return (layer.nf4_adapter, slots.token_lora_mapping) if layer.nf4_adapter else None
 
     def weight(self, packed: Any, states: list, capability: tuple[int, int]) -> Weight | None:
         reason = unsupported(packed, states)

@@ -10,6 +10,7 @@ from .products import Products
 def install_layers(products: Products) -> None:
     """Before an engine starts, after vLLM's plugins were loaded."""
     install_linear_method(products)
+    install_updates(products)
     install_cpu_lora()
 
 
@@ -51,6 +52,22 @@ def install_linear_method(products: Products) -> None:
             return SharedBitsAndBytesLinearMethod(self) if type(method) is BitsAndBytesLinearMethod else method
 
     register_quantization_config("bitsandbytes")(SharedBitsAndBytesConfig)
+
+
+def install_updates(products: Products) -> None:
+    """LoRA's update in the same product as the weight, where nf4.cu does it; else vLLM's own kernels add it."""
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+
+    def _apply_sync(self, x, bias=None):
+        update = products.update = products.update_of(self, x)
+        try:
+            output = self._get_quant_method().apply(self.base_layer, x, bias)
+            added = update is not None and products.update is None
+        finally:
+            products.update = None
+        return output if added else self._apply_lora_to_output(x, output)
+
+    BaseLinearLayerWithLoRA._apply_sync = _apply_sync
 
 
 def install_cpu_lora() -> None:

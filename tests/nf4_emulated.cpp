@@ -12,7 +12,7 @@
 #define __device__ static
 #define __global__
 #define __shared__ static
-#define __launch_bounds__(a, b)
+#define __launch_bounds__(...)
 #define SHARED uint8_t *shared = shared_memory
 struct uint2 { uint32_t x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
@@ -52,6 +52,7 @@ static void __threadfence() {}
 static int atomicAdd(int *p, int v) { return (*p += v) - v; }
 static void __stcg(float4 *p, float4 v) { *p = v; }
 static float4 __ldcg(const float4 *p) { return *p; }
+static float __ldcg(const float *p) { return *p; }
 static float __ldg(const float *p) { return *p; }
 static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 static int min(int a, int b) { return std::min(a, b); }
@@ -133,10 +134,7 @@ static void enter() {
     swapcontext(&fibers[current].context, &scheduler);
 }
 
-extern "C" void launch(const u16 *x, const u8 *w, const Shard *shards, const float *code, u16 *y, float4 *partial,
-                       int *counters, int n_shards, int M, int N, int K, int stride, float factor, int gx, int gy,
-                       int gz) {
-    body = [=] { nf4_matmul(x, w, shards, code, y, partial, counters, n_shards, M, N, K, stride, factor); };
+static void launch_blocks(int gx, int gy, int gz) {
     gridDim = {(unsigned)gx, (unsigned)gy, (unsigned)gz};
     for (int block = 0; block < gx * gy * gz; block++) {
         blockIdx = {(unsigned)(block % gx), (unsigned)(block / gx % gy), (unsigned)(block / gx / gy)};
@@ -160,4 +158,20 @@ extern "C" void launch(const u16 *x, const u8 *w, const Shard *shards, const flo
             }
         }
     }
+}
+
+extern "C" void launch(const u16 *x, const u8 *w, const Shard *shards, const float *code, u16 *y, float4 *partial,
+                       int *counters, int n_shards, int M, int N, int K, int stride, float factor, const u16 *h,
+                       const u16 *const *lora_b, int rank, int gx, int gy, int gz) {
+    body = [=] {
+        nf4_matmul(x, w, shards, code, y, partial, counters, n_shards, M, N, K, stride, factor, h, lora_b, rank);
+    };
+    launch_blocks(gx, gy, gz);
+}
+
+extern "C" void launch_shrink(const u16 *x, const u16 *const *lora_a, u16 *h, float *partial, int *counters,
+                              const int *adapters, int slices, int rank, int M, int K, int stride, int gx, int gy,
+                              int gz) {
+    body = [=] { lora_shrink(x, lora_a, h, partial, counters, adapters, slices, rank, M, K, stride); };
+    launch_blocks(gx, gy, gz);
 }

@@ -80,13 +80,17 @@ def emulated(tmp_path_factory):
             source = Path(__file__).with_name("nf4_emulated.cpp")
             command = ["g++", "-O1", "-std=c++20", "-w", "-shared", "-fPIC", *macros, str(source), "-o", str(library)]
             subprocess.run(command, check=True)
-            found[variant] = ctypes.CDLL(str(library)).launch
+            found[variant] = ctypes.CDLL(str(library))
         return found[variant]
 
     return build
 
 
-def run_emulated(launch, x, packed, states, variant, split):
+def pointer(tensor):
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def run_emulated(library, x, packed, states, variant, split, adapter=None, adapters=None):
     weight = nf4.weight(packed, states)
     grid = variant.grid(x.shape[0], weight.n, weight.k, split)
     out = torch.full((x.shape[0], weight.n), float("nan"), dtype=x.dtype)
@@ -94,9 +98,25 @@ def run_emulated(launch, x, packed, states, variant, split):
     pointers = [ctypes.c_void_p(v.data_ptr()) for v in (x, packed, weight.shards, weight.code, out, partial)]
     sizes = [len(states), x.shape[0], weight.n, weight.k, x.stride(0)]
     counters = torch.zeros(grid[0] * grid[2], dtype=torch.int32)  # more batches than the package's own variants make
-    launch(*pointers, ctypes.c_void_p(counters.data_ptr()), *sizes, ctypes.c_float(nf4.FACTORS[variant.HALF]), *grid)
+    h, b, rank = None, None, 0
+    if adapter:
+        h, b, rank = shrunk(library, x, weight, variant, adapter, adapters), adapter.b, adapter.rank
+    factor = ctypes.c_float(nf4.FACTORS[variant.HALF])
+    library.launch(*pointers, pointer(counters), *sizes, factor, pointer(h), pointer(b), rank, *grid)
     assert not counters.any(), "the counters must be zero again for the next launch"
     return out
+
+
+def shrunk(library, x, weight, variant, adapter, adapters):
+    h = torch.full((x.shape[0], len(adapter.a), adapter.rank), float("nan"), dtype=x.dtype)
+    grid = nf4.shrink_grid(variant, x.shape[0], weight.k, len(adapter.a) * adapter.rank)
+    partial = torch.full((math.prod(grid) * 16 * variant.MT * 8,), float("nan"))
+    counters = torch.zeros(grid[0] * grid[2], dtype=torch.int32)
+    pointers = [pointer(v) for v in (x, adapter.a, h, partial, counters, adapters)]
+    sizes = (len(adapter.a), adapter.rank, x.shape[0], weight.k, x.stride(0))
+    library.launch_shrink(*pointers, *sizes, *grid)
+    assert not counters.any()
+    return h
 
 
 SMALL = [nf4.Variant(1, 1, 2, 4, 1), nf4.Variant(2, 2, 1, 3, 1), nf4.Variant(2, 1, 2, 2, 1, 1)]
@@ -120,6 +140,38 @@ def test_the_kernel_multiplies_as_exactly_as_bitsandbytes(emulated, variant, row
     ours = run_emulated(emulated(variant), x, packed, states, variant, split)
     assert_right(ours, packed, states, x)
     assert torch.equal(packed, before), "the packed weights are never written"
+
+
+@given(
+    variant=st.sampled_from(SMALL),
+    rows=st.integers(1, 20),
+    shards=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    blocks=st.integers(1, 11),
+    split=st.integers(1, 3),
+    rank=st.sampled_from([32, 64]),
+    seed=st.integers(0, 2**30),
+)
+@FEW
+def test_an_adapters_update_is_added_to_the_rows_that_have_one(
+    emulated, variant, rows, shards, blocks, split, rank, seed
+):
+    dtype, k, generator = DTYPES[variant.HALF], blocks * 64, torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    packed, states = quantized([16 * n for n in shards], k, seed)
+    x, adapters = draw(rows, k), torch.randint(-1, 1, (rows,), generator=generator, dtype=torch.int32)
+    a, b = [draw(rank, k) / k**0.5 for _ in shards], [draw(16 * n, rank) for n in shards]
+    ours = run_emulated(emulated(variant), x, packed, states, variant, split, nf4.adapter(a, b), adapters)
+    has = (adapters >= 0)[:, None].double()
+    h = [(x.double() @ some.double().T).to(dtype).double() * has for some in a]
+    update = torch.cat([some @ other.double().T for some, other in zip(h, b, strict=True)], dim=1)
+    wide = torch.cat([some.abs() @ other.double().abs().T for some, other in zip(h, b, strict=True)], dim=1)
+    unit = 2**-8 if dtype == torch.bfloat16 else 2**-11
+    truth = exact(packed, states, x) + update
+    slack = unit * (truth.abs() + exact(packed, states, x, absolute=True) / 2 + wide) + 1e-6
+    assert ((ours.double() - truth).abs() <= slack).all()
 
 
 @pytest.mark.parametrize("half", [0, 1])
@@ -219,6 +271,35 @@ def test_on_the_gpu_it_is_as_exact_and_repeatable_also_in_a_graph(rows, dtype):
                 graph.replay()
                 assert torch.equal(ours, again)
     assert not weight.counters.any()
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 16, 33, 128])
+def test_on_the_gpu_an_adapters_update_is_exact_and_repeatable_also_in_a_graph(rows, dtype):
+    packed, states = quantized([4096, 1024, 1024], 4096, rows, "cuda")
+    weight, x = nf4.weight(packed, states), torch.randn(rows, 4096, device="cuda").to(dtype)
+    a = [torch.randn(32, 4096, device="cuda").to(dtype) / 64 for _ in range(3)]
+    b = [torch.randn(n, 32, device="cuda").to(dtype) for n in (4096, 1024, 1024)]
+    adapter, slots = nf4.adapter(a, b), torch.randint(-1, 1, (rows,), dtype=torch.int32, device="cuda")
+    has = (slots >= 0)[:, None].double()
+    h = [(x.double() @ some.double().T).to(dtype).double() * has for some in a]
+    truth = exact(packed, states, x) + torch.cat(
+        [some @ other.double().T for some, other in zip(h, b, strict=True)], dim=1
+    )
+    unit = 2**-8 if dtype == torch.bfloat16 else 2**-11
+    for variant in nf4.variants(rows, dtype == torch.float16):
+        for split in (1, 3):
+            ours = nf4.matmul(x, weight, variant, split, adapter, slots)
+            assert off(ours, truth) < unit
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                again = nf4.matmul(x, weight, variant, split, adapter, slots)
+            for _ in range(3):
+                again.fill_(float("nan"))
+                graph.replay()
+                assert torch.equal(ours, again)
+    assert not weight.counters.any() and not adapter.counters.any()
 
 
 @gpu
