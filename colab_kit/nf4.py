@@ -59,9 +59,9 @@ VARIANTS = {
     1: (Variant(1, 1, 8, 4, 2),),
     2: (Variant(2, 1, 8, 4, 2), Variant(2, 2, 8, 4, 1)),
     4: (Variant(4, 2, 8, 3, 1), Variant(4, 1, 8, 3, 2)),
-    8: (Variant(8, 2, 8, 2, 1), Variant(8, 1, 8, 2, 2)),
+    8: (Variant(8, 2, 8, 2, 1), Variant(8, 1, 8, 2, 2), Variant(4, 2, 8, 2, 1)),
 }
-"""by tiles of 8 rows of x; the fastest is chosen by measuring"""
+"""by tiles of 8 rows of x; the fastest that fits the card's shared memory is chosen by measuring"""
 
 
 def variants(rows: int, half: bool) -> list[Variant]:
@@ -105,7 +105,7 @@ def adapter(a: list, b: list) -> Adapter | None:
     if rank % 32 or any(m.shape[1] != rank or m.shape[0] % 16 or not m.is_contiguous() for m in b):
         return None
     pointers = [torch.tensor([m.data_ptr() for m in some], dtype=torch.int64, device=a[0].device) for some in (a, b)]
-    counters = torch.zeros(2 * len(a) * rank // 16, dtype=torch.int32, device=a[0].device)
+    counters = torch.zeros(4 * len(a) * rank // 16, dtype=torch.int32, device=a[0].device)
     return Adapter(*pointers, rank, counters)
 
 
@@ -160,8 +160,8 @@ def weight(packed: Any, states: list) -> Weight:
         table.append((row, state.absmax.data_ptr()))
         row += state.shape[0]
     shards = torch.tensor(table, dtype=torch.int64, device=packed.device)
-    # The smallest tile has 16 rows; two batches of 64 at most.
-    counters = torch.zeros(2 * -(-row // 16), dtype=torch.int32, device=packed.device)
+    # The smallest tile has 16 rows; four batches of 32 at most.
+    counters = torch.zeros(4 * -(-row // 16), dtype=torch.int32, device=packed.device)
     return Weight(packed, row, states[0].shape[1], shards, states[0].code.float().contiguous(), counters, states)
 
 
@@ -267,9 +267,10 @@ def timings(x: Any, weight: Weight) -> dict[tuple[Variant, int], float]:
     """Seconds of each (variant, split) that may be the fastest for this x and weight."""
     import torch
 
-    rows, processors = x.shape[0], torch.cuda.get_device_properties(x.device).multi_processor_count
+    rows, card = x.shape[0], torch.cuda.get_device_properties(x.device)
     return {
         (variant, split): seconds(functools.partial(matmul, x, weight, variant, split))
         for variant in variants(rows, x.dtype == torch.float16)
-        for split in splits(variant, rows, weight.n, weight.k, processors)
+        if variant.shared + 1024 <= card.shared_memory_per_block_optin
+        for split in splits(variant, rows, weight.n, weight.k, card.multi_processor_count)
     }

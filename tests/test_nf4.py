@@ -217,8 +217,13 @@ def test_no_split_leaves_a_block_of_threads_without_work(n, blocks, rows, proces
             tiles, parts, batches = variant.grid(rows, n, blocks * 64, split)
             per = math.ceil(math.ceil(blocks / parts) / 4) * 4  # as nf4.cu cuts K
             assert (parts - 1) * per < blocks <= parts * per
-            assert tiles * variant.rows >= n and batches * variant.MT * 8 >= rows and batches <= 2
-            assert tiles * batches <= 2 * -(-n // 16), "the counters suffice"
+            assert tiles * variant.rows >= n and batches * variant.MT * 8 >= rows and batches <= 4
+            assert tiles * batches <= 4 * -(-n // 16), "the counters suffice"
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64, 128])
+def test_some_variant_fits_the_99_kib_of_an_l4s_blocks(rows):
+    assert any(variant.shared + 1024 <= 99 * 1024 for variant in nf4.variants(rows, False))
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
