@@ -221,6 +221,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dummy", action="store_true", help="16-bit weights that vLLM makes up, not read from a disk")
     parser.add_argument("--keep", action="store_true", help="recompute only the layers that the card can't keep whole")
     parser.add_argument("--utilization", type=float)
+    parser.add_argument("--ways", default="", help="passes: only those whose name matches")
     parser.add_argument("--peak-tflops", type=float, default=989, help="of the card, for FLOP/s utilization (H100)")
     parser.add_argument("--row", default="0,1,2,3,4,5", help="which rows, by number; 6 and 7: as the plan chooses")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one configuration")

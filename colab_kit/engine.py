@@ -19,14 +19,12 @@ from typing import Any
 import torch
 
 from .interrupts import uninterrupted
-from .planning import MAX_NUM_BATCHED_TOKENS, sequences
-from .presets import Settings
+from .planning import MAX_NUM_BATCHED_TOKENS, sequences, slot_rank
+from .presets import LINEAR_MODULES, Settings
 from .products import Products
 from .standby import prepare_environment, standby_requested
 from .training_pass import kv_bytes_per_token
 from .vllm_layers import install_layers
-
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclasses.dataclass
@@ -75,7 +73,8 @@ class Engine:
                         max_num_seqs=sequences(settings),
                         enable_lora=True,
                         max_loras=1,
-                        max_lora_rank=next(rank for rank in LORA_RANKS if rank >= settings.lora_r),
+                        max_lora_rank=slot_rank(settings, device == "cuda"),
+                        lora_target_modules=list(LINEAR_MODULES),  # or vLLM looks for one at the embedding, too
                         enable_prefix_caching=True,
                         enable_sleep_mode=device == "cuda" and standby_requested(),
                         logprobs_mode="processed_logprobs",

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import re
 import time
 from pathlib import Path
 from statistics import median
@@ -145,18 +146,18 @@ def passes(options: argparse.Namespace) -> None:
         "nothing recomputed": Devices(expand_kv=expand),
     }
     for length in lengths:
-        rows = {name: {"length": length, "way": name, "s": []} for name in ways}
-        for name, devices in ways.items():
-            estimate = activations(model.config, settings, policy.engine.dtype.itemsize, length, devices, 10**13)
-            rows[name]["estimated_gib"] = estimate / 2**30
+        rows = {name: {"length": length, "way": name, "s": []} for name in ways if re.search(options.ways, name)}
+        for name, row in rows.items():
+            estimate = activations(model.config, settings, policy.engine.dtype.itemsize, length, ways[name], 10**13)
+            row["estimated_gib"] = estimate / 2**30
         gradients = {}
-        for _ in range(options.steps + (length == lengths[0])):  # one more, to warm up
-            for name, devices in ways.items():
-                if "failed" not in rows[name]:
-                    one_pass(policy, length, devices, rows[name], gradients)
+        for _ in range(options.steps + 1):  # the first warms up; offloading pins its memory then
+            for name, row in rows.items():
+                if "failed" not in row:
+                    one_pass(policy, length, ways[name], row, gradients)
         for name, row in rows.items():
             if "failed" not in row:
-                row["median_s"] = median(row["s"][-options.steps :])
+                row["first_s"], row["median_s"] = row["s"][0], median(row["s"][1:])
                 row["flop_utilization"] = flops(model.config, length) / row["median_s"] / options.peak_tflops / 1e12
             if name in gradients and (first := gradients.get("plain checkpoints")) is not None:
                 row["gradient_difference"] = ((gradients[name] - first).norm() / first.norm()).item()

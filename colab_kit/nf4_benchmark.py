@@ -37,8 +37,8 @@ SHAPES = {
 PARTS = {
     "LoRA": "lora",
     "4-bit products": "nf4_matmul|4bit|dequantize",
-    "16-bit products (the head; bitsandbytes' unpacked weights)": "nvjet|gemm|gemv|cutlass|splitk",
     "attention": "attention|flash|fmha|reshape_and_cache|rotary|reduce_segments",
+    "16-bit products (the head; bitsandbytes' unpacked weights)": "nvjet|gemm|gemv|cutlass|splitk",
     "norms, activation": "norm|silu|act_and_mul",
     "sampling and the rest": "",
 }

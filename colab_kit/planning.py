@@ -26,6 +26,8 @@ from .training_pass import (
 
 OVERHEAD_GIB = 1.1
 """CUDA context, kernels' code, CUDA graphs and vLLM's buffers: measured on an H200 (README)"""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""that vLLM's slot can have; on a GPU 32 at least, which nf4.cu takes at a time"""
 MAX_NUM_BATCHED_TOKENS = 2048
 """tokens of a prefill; more at once would be no faster on a small card and take more memory"""
 
@@ -75,10 +77,11 @@ def sizes(config: Any, s: Settings, itemsize: int, on_gpu: bool = True) -> Sizes
     weights = linear * (0.5 + 4 / 64 if s.load_in_4bit else itemsize)
     weights += d.vocab * d.h * itemsize * (1 if config.tie_word_embeddings else 2)
     trained = d.layers * s.lora_r * sum(sum(shapes[name]) for name in s.lora_target_modules)
+    slot = d.layers * slot_rank(s, on_gpu) * sum(map(sum, shapes.values()))  # whatever modules are trained
     prefill = itemsize * (MAX_NUM_BATCHED_TOKENS * (4 * d.inter + 4 * d.h) + d.inter * d.h * s.load_in_4bit)
     return Sizes(
         weights=int(weights),
-        lora=trained * (4 + itemsize),
+        lora=trained * 4 + slot * itemsize,
         optimizer=trained * (2 if on_gpu and s.optim != "adamw_torch" else 8),
         overhead=int(OVERHEAD_GIB * GIB) if on_gpu else 0,
         prefill=prefill + sequences(s) * d.vocab * 16 if on_gpu else 0,
@@ -86,6 +89,10 @@ def sizes(config: Any, s: Settings, itemsize: int, on_gpu: bool = True) -> Sizes
         activations=0,
         kv_per_token=kv_bytes_per_token(config, itemsize),
     )
+
+
+def slot_rank(s: Settings, on_gpu: bool) -> int:
+    return next(rank for rank in LORA_RANKS if rank >= max(s.lora_r, 32 if on_gpu else 1))
 
 
 def sequences(s: Settings) -> int:

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from typing import Any
 
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo")
+LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CHOICES: dict[str, tuple] = {
     "loss_type": LOSS_TYPES,
     "scale_rewards": ("group", "batch", "none"),
@@ -24,7 +25,6 @@ CHOICES: dict[str, tuple] = {
     "lr_scheduler_type": ("constant", "linear", "cosine", "constant_with_warmup"),
     "optim": ("auto", "adamw_torch", "adamw_8bit", "paged_adamw_8bit"),
 }
-LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,9 @@ class Settings:
     """decode with the kit's 4-bit product (nf4.py) where it is faster than bitsandbytes': measured and said at load"""
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            value = getattr(self, name)
+        chosen = [(name, getattr(self, name), allowed) for name, allowed in CHOICES.items()]
+        chosen += [("lora_target_modules", name, LINEAR_MODULES) for name in self.lora_target_modules]
+        for name, value, allowed in chosen:
             if value not in allowed:
                 near = get_close_matches(str(value), map(str, allowed), n=1, cutoff=0.4)
                 hint = f" (did you mean {near[0]!r}?)" if near else ""
@@ -147,6 +148,7 @@ class Settings:
             )
         self._at_least(1, "per_device_train_batch_size", "gradient_accumulation_steps", "max_completion_length")
         self._at_least(1, "num_iterations", "max_steps", "lora_r", "lora_alpha", "logprob_chunk_size")
+        self._check(lambda value: value > 512, "at most", 512, ("lora_r",))  # vLLM has no larger slot
         self._at_least(1, "max_prompt_length", "vllm_max_model_length", "max_tokens_per_micro_batch")
         self._at_least(1, "vllm_max_num_seqs", "save_total_limit", "save_steps", "mlp_tile_tokens")
         self._at_least(0, "top_k", "warmup_steps", "weight_decay", "beta", "min_p", "seed")
@@ -154,10 +156,9 @@ class Settings:
         self._above(0, "sapo_temperature_pos", "sapo_temperature_neg", "save_minutes", "adam_epsilon")
         self._above(0, "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min")
         self._below(1, "lora_dropout", "vllm_gpu_memory_utilization", "min_p", "adam_beta1", "adam_beta2")
-        self._above(0, "vllm_gpu_memory_utilization")
+        self._above(0, "vllm_gpu_memory_utilization", "top_p")
         self._at_least(0, "lora_dropout", "adam_beta1", "adam_beta2")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1; got {self.top_p}")
+        self._check(lambda value: value > 1, "at most", 1, ("top_p",))
         if self.completions_per_step % self.num_generations:
             raise ValueError(
                 f"per_device_train_batch_size x gradient_accumulation_steps = {self.completions_per_step} completions "
@@ -284,17 +285,7 @@ def for_ci(settings: Settings) -> Settings:
     if settings.model_name_or_path == Settings.model_name_or_path:
         return settings.replace(max_steps=min(settings.max_steps, 10))
     return settings.replace(
-        model_name_or_path=Settings.model_name_or_path,
-        dtype="auto",
-        lora_r=16,
-        num_generations=4,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=1,
-        max_prompt_length=128,
-        max_completion_length=24,
-        vllm_max_model_length=None,
-        vllm_attention_backend=None,
-        chat_template_kwargs=None,
-        max_steps=3,
-        save_steps=2,
-    )
+        model_name_or_path=Settings.model_name_or_path, dtype="auto", lora_r=16, num_generations=4,
+        per_device_train_batch_size=4, gradient_accumulation_steps=1, max_prompt_length=128, max_completion_length=24,
+        vllm_max_model_length=None, vllm_attention_backend=None, chat_template_kwargs=None, max_steps=3, save_steps=2,
+    )  # fmt: skip

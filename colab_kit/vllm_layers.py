@@ -11,7 +11,7 @@ def install_layers(products: Products) -> None:
     """Before an engine starts, after vLLM's plugins were loaded."""
     install_linear_method(products)
     install_updates(products)
-    install_cpu_lora()
+    install_lora()
 
 
 def install_linear_method(products: Products) -> None:
@@ -55,7 +55,7 @@ def install_linear_method(products: Products) -> None:
 
 
 def install_updates(products: Products) -> None:
-    """LoRA's update in the same product as the weight, where nf4.cu does it; else vLLM's own kernels add it."""
+    """LoRA's update in the same product as the weight, where nf4.cu does it; else `add_lora_linear` below adds it."""
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
     def _apply_sync(self, x, bias=None):
@@ -70,28 +70,31 @@ def install_updates(products: Products) -> None:
     BaseLinearLayerWithLoRA._apply_sync = _apply_sync
 
 
-def install_cpu_lora() -> None:
-    """LoRA on a CPU as two matrix products.
+def install_lora() -> None:
+    """LoRA as plain matrix products: with the kit's one slot the adapter is the same for every row that has one.
 
-    vLLM's gathers a copy of both matrices for every token, which takes half of the decoding time, and while decoding it
-    applies the last slot's adapter to requests that asked for none (index -1 wraps around). With the kit's one slot the
-    adapter is the same for every row that has one.
+    vLLM's own kernels on a GPU give NaN on Hopper for some shapes (its issue 48590), don't use a T4's matrix units, and
+    add with atomics, so that greedy answers need not repeat. On a CPU they gather a copy of both matrices for every
+    token, and apply the adapter to requests that asked for none (index -1 wraps around).
     """
     import torch
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+    from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
 
     def add_lora_linear(self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **_):
         rows, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
-        chosen = self.token_lora_indices[: x.shape[0]] >= 0
-        if not chosen.any():
+        chosen = chosen_rows(self, x.shape[0])
+        if chosen is None:
             return
-        parts = [
-            torch.nn.functional.linear(torch.nn.functional.linear(x, a[0, 0]), b[0, 0])
-            for a, b in zip(lora_a_stacked, lora_b_stacked, strict=True)
-        ]
-        update = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)) * scale
-        if not chosen.all():
-            update = update * chosen[:, None]
-        rows[:, : update.shape[1]] += update
+        for part, a, b in zip(rows.split(output_slices, dim=1), lora_a_stacked, lora_b_stacked, strict=True):
+            part.addmm_(torch.nn.functional.linear(x, a[0, 0]) * chosen, b[0, 0].t(), alpha=scale)
 
-    PunicaWrapperCPU.add_lora_linear = add_lora_linear
+    def chosen_rows(wrapper, rows):
+        """[rows, 1], whether each has the adapter; None if it is known without asking the GPU that none has."""
+        if isinstance(wrapper, PunicaWrapperGPU):
+            slots = wrapper.token_mapping_meta
+            return None if slots.no_lora_flag_cpu.item() else (slots.token_lora_mapping[:rows] >= 0)[:, None]
+        chosen = (wrapper.token_lora_indices[:rows] >= 0)[:, None]
+        return chosen if chosen.any() else None
+
+    PunicaWrapperCPU.add_lora_linear = PunicaWrapperGPU.add_lora_linear = add_lora_linear

@@ -25,6 +25,8 @@ from colab_kit.presets import LOSS_TYPES, Settings
         ({"delta": 1.1}, ["delta=1.1", "1 + epsilon_high"]),
         ({"beta": -0.1}, ["beta must be at least 0"]),
         ({"top_p": 1.5}, ["top_p", "at most 1"]),
+        ({"lora_r": 513}, ["lora_r must be at most 512"]),
+        ({"lora_target_modules": ("q_proj", "lm_head")}, ["lora_target_modules='lm_head'", "q_proj", "down_proj"]),
         ({"num_iterations": 0}, ["num_iterations must be at least 1"]),
         (
             {"vllm_importance_sampling_clip_min": 4.0, "vllm_importance_sampling_clip_max": 3.0},

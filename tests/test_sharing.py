@@ -8,6 +8,7 @@ import torch
 
 import colab_kit as kit
 from colab_kit.sharing import base_parameters
+from colab_kit.vllm_layers import install_lora
 
 AGREEMENT = """
 import colab_kit as kit
@@ -74,6 +75,25 @@ def test_every_family_trains_and_its_two_models_agree_in_float32(
     for largest, tokens in found.values():
         assert largest < 1e-4
         assert tokens == 320
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("slots", [[0] * 5, [0, -1, -1, 0, -1], [-1] * 5], ids=["every row", "some rows", "no row"])
+def test_on_a_gpu_the_adapter_is_added_to_the_rows_that_have_it(slots, dtype):
+    """With the metadata of a GPU and the slices of fused layers, on a CPU."""
+    from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
+    from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
+
+    install_lora()
+    wrapper = PunicaWrapperGPU.__new__(PunicaWrapperGPU)  # its __init__ wants Triton, for the kernels that are replaced
+    wrapper.token_mapping_meta = LoRAKernelMeta.make(1, 64, "cpu")
+    wrapper.token_mapping_meta.prepare_tensors(torch.tensor(slots))
+    x, y, sizes = torch.randn(5, 48).to(dtype), torch.randn(5, 96).to(dtype), (64, 16, 16)
+    a, b = [torch.randn(1, 1, 16, 48).to(dtype) for _ in sizes], [torch.randn(1, 1, n, 16).to(dtype) for n in sizes]
+    update = torch.cat([x.double() @ m[0, 0].double().T @ n[0, 0].double().T for m, n in zip(a, b, strict=True)], 1)
+    expected = y.double() + 2 * update * (torch.tensor(slots)[:, None] >= 0)
+    wrapper.add_lora_linear(y, x, a, b, 2.0, sizes)
+    assert (y.double() - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
 
 
 def storages(model):
