@@ -6,6 +6,7 @@ a slice of them, with the quantization state that belongs to it, is a `Params4bi
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,11 +31,14 @@ class SharedLinear4bit(bnb.nn.Linear4bit):
     """bitsandbytes' layer over a weight that the engine owns: it must never be repacked.
 
     `Linear4bit` turns its weight into another layout for CPUs with AVX512-BF16 on the first evaluation, and marks the
-    quantization state that the engine shares; the engine would then read rubbish. That is switched off here.
+    quantization state that the engine shares; the engine would then read rubbish. That is switched off here. And its
+    backward pass unpacks in the dtype that the state names, the file's: bfloat16 where a T4 trains in float16.
     """
 
     def __init__(self, weight: torch.Tensor, quant_state: Any, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         rows, columns = quant_state.shape
+        quant_state = copy.copy(quant_state)  # around the same tensors
+        quant_state.dtype = dtype
         with torch.device("meta"):
             super().__init__(columns, rows, bias=False, compute_dtype=dtype, quant_type=quant_state.quant_type)
         self.weight = bnb.nn.Params4bit(

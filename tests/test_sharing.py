@@ -96,6 +96,18 @@ def test_on_a_gpu_the_adapter_is_added_to_the_rows_that_have_it(slots, dtype):
     assert (y.double() - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
 
 
+def test_a_gradient_goes_through_the_very_weights_that_the_forward_pass_takes(tiny_policy):
+    """In the trainer's dtype, whatever dtype the files' quantization names."""
+    layer = tiny_policy.model.get_base_model().model.layers[0].mlp.down_proj.base_layer
+    weight = layer(torch.eye(layer.in_features)).T
+    x = torch.randn(3, layer.in_features, requires_grad=True)
+    y = layer(x)
+    slope = torch.randn_like(y)
+    y.backward(slope)
+    assert tiny_policy.engine.dtype == torch.float32
+    assert (x.grad - slope @ weight).norm() < 1e-5 * x.grad.norm()
+
+
 def storages(model):
     """Address ranges of everything that the engine's parameters and quantization states occupy."""
     tensors = []
