@@ -107,7 +107,7 @@ def for_t4(found: list[tuple[Any, dict]]) -> list[dict[str, Any]]:
 
 
 def preset_kernels() -> list[dict[str, Any]]:
-    """vLLM's Triton kernels at the T4 preset's shapes: attention, cache, LoRA. Needs a process of its own."""
+    """vLLM's Triton kernels at the T4 preset's shapes: attention and its cache. Needs a process of its own."""
     import torch
     import triton
     import vllm.platforms
@@ -123,16 +123,11 @@ def preset_kernels() -> list[dict[str, Any]]:
     card = GPUTarget("cuda", 75, 32)
     driver = dict(get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: card)
     triton.runtime.driver.set_active(types.SimpleNamespace(**driver))
-    from vllm.lora.ops.triton_ops.lora_expand_op import _lora_expand
-    from vllm.lora.ops.triton_ops.lora_shrink_op import _lora_shrink
     from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     shape, s = SHAPES["llama31_8b"], presets.LLAMA31_8B_T4
-    h, inter, heads, kv, d = (
-        shape[name]
-        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    )
+    heads, kv, d = (shape[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
 
     def ints(*values: int) -> Any:
         return torch.tensor(values, dtype=torch.int32)
@@ -154,12 +149,6 @@ def preset_kernels() -> list[dict[str, Any]]:
             triton_reshape_and_cache_flash(
                 key, key, *caches, torch.zeros(len(key), dtype=torch.int64), "auto", one, one
             )
-            m, r = sequences * tokens, s.lora_r
-            for inputs, outputs in ((h, (h, kv * d, kv * d)), (h, (h,)), (h, (inter, inter)), (inter, (h,))):
-                low, where = torch.empty(len(outputs), m, r), (ints(*[0] * m), ints(*range(m)), ints(m, 0))
-                where = (*where, ints(0, m, m), ints(0, -1), torch.tensor([False]), torch.tensor([1]))
-                _lora_shrink(half(m, inputs), [half(1, 1, r, inputs) for _ in outputs], low, *where, 1.0)
-                _lora_expand(low, [half(1, 1, o, r) for o in outputs], half(m, sum(outputs)), *where, 0, True)
     return for_t4(found)
 
 
@@ -263,7 +252,9 @@ def record(file: Path, model: str = "llama31_8b", layers: int = 2) -> list[dict[
             count = kernels.setdefault(event.name, [0, 0.0])
             count[:] = count[0] + 1, round(count[1] + event.time_range.elapsed_us(), 1)
     triton_names = {src.fn.fn.__name__ for src, _ in found}
-    kernels = {name: kernels[name] for name in sorted(kernels) if name not in triton_names and name[:3] != "Mem"}
+    kernels = {
+        name: kernels[name] for name in sorted(kernels) if name not in triton_names and name[:3].lower() != "mem"
+    }
     file.write_text(json.dumps({"kernels": kernels}, indent=1))
     return for_t4(found)
 
