@@ -14,21 +14,21 @@ export COLAB_KIT_DASHBOARD=off PYTHONUNBUFFERED=1
 
 parts() { # "for how long" is measured where a part has run, otherwise (?) guessed
   cat <<'PARTS'
-passes 200 ?
-qwen-16bit 200 ?
-nf4-llama 250
-nf4-qwen 250 ?
-nf4-steps 300 ?
-notebook-t4 220
-notebook-a100 400 ?
-keep 130 ?
-t4-kernels 60 ?
-t4-trial 60 ?
-t4-float16 200 ?
-t4-learning 450 ?
-four-keep 120 ?
-three 200 ?
 soak 1290 ?
+t4-kernels 200 ?
+t4-trial 100 ?
+t4-float16 200 ?
+t4-learning 220
+keep 130 ?
+four-keep 220
+nf4-llama 200
+nf4-steps 300 ?
+three 200 ?
+passes 200
+qwen-16bit 75
+nf4-qwen 260
+notebook-t4 150
+notebook-a100 540
 nf4-kernel 50
 four-0.8-off 145
 pairs 245
