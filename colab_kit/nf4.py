@@ -10,8 +10,10 @@ import ctypes
 import dataclasses
 import functools
 import math
+import os
 import statistics
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +80,21 @@ def splits(variant: Variant, rows: int, n: int, k: int, processors: int) -> list
 
 
 @functools.cache
-def compiled(variant: Variant, capability: tuple[int, int]) -> Any:
+def pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+
+
+@functools.cache
+def binary(variant: Variant, capability: tuple[int, int]) -> Future:
+    """Of the machine code, which a thread compiles: half a second a variant, while the weights load."""
     source = Path(__file__).with_name("nf4.cu").read_bytes()
-    binary = nvrtc.cubin(source, dataclasses.asdict(variant), capability)
-    return nvrtc.load(binary, b"nf4_matmul", variant.shared), nvrtc.load(binary, b"lora_shrink", 0)
+    return pool().submit(nvrtc.cubin, source, dataclasses.asdict(variant), capability)
+
+
+@functools.cache
+def compiled(variant: Variant, capability: tuple[int, int]) -> Any:
+    code = binary(variant, capability).result()
+    return nvrtc.load(code, b"nf4_matmul", variant.shared), nvrtc.load(code, b"lora_shrink", 0)
 
 
 @dataclasses.dataclass
@@ -232,35 +245,40 @@ def matmul(
 def seconds(call: Callable[[], Any], repeats: int = 7, calls: int = 4) -> float:
     """Median of replaying `calls` calls as a CUDA graph, each after a read of twice the GPU's cache, less the same
     graph without them: the weight comes from memory, as among other layers, and the graph's launch does not count."""
+    call()
+    return max(replay(call, repeats, calls) - empty_replay(repeats, calls), 1e-9) / calls
+
+
+@functools.cache
+def empty_replay(repeats: int, calls: int) -> float:
+    return replay(lambda: None, 10 * repeats, calls)  # more, so that the clocks are up
+
+
+def replay(call: Callable[[], Any], repeats: int, calls: int) -> float:
+    """Seconds, median, of a graph in which the GPU's cache is overrun before each call."""
     import torch
 
     cache = torch.zeros(torch.cuda.get_device_properties(0).L2_cache_size // 2, dtype=torch.int32, device="cuda")
     most = torch.zeros((), dtype=torch.int32, device="cuda")
-
-    def replays(body: Callable[[], Any] | None) -> float:
-        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # not torch.cuda.graph, which collects garbage each time
-            graph.capture_begin()
-            for _ in range(calls):
-                torch.amax(cache, 0, out=most)
-                if body:
-                    body()
-            graph.capture_end()
-        torch.cuda.current_stream().wait_stream(side)
-        times = []
-        for _ in range(repeats + 2):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        return statistics.median(times[2:])
-
-    call()
     torch.amax(cache, 0, out=most)
-    return max(replays(call) - replays(None), 1e-9) / calls
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # not torch.cuda.graph, which collects garbage each time
+        graph.capture_begin()
+        for _ in range(calls):
+            torch.amax(cache, 0, out=most)
+            call()
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(side)
+    times = []
+    for _ in range(repeats + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times[2:])
 
 
 def timings(x: Any, weight: Weight) -> dict[tuple[Variant, int], float]:

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .nf4 import Variant, Weight, adapter, matmul, seconds, timings, unsupported, weight
+from .nf4 import Variant, Weight, adapter, binary, matmul, seconds, timings, unsupported, variants, weight
 
 BATCHES = (range(1, 2), range(2, 9), range(9, 17), range(17, 33), range(33, 65), range(65, 129))
 """rows of x (sequences that decode together) that share a choice, timed at the fewest: for the kernel all of them take
@@ -89,6 +89,15 @@ class Products:
             matrices = [[stacked[0, 0] for stacked in some] for some in (layer.lora_a_stacked, layer.lora_b_stacked)]
             layer.nf4_adapter = adapter(*matrices)
         return (layer.nf4_adapter, slots.token_lora_mapping) if layer.nf4_adapter else None
+
+    def expect(self, dtype: Any) -> None:
+        """A model of this dtype is being made: compile what it may need while its weights load."""
+        import torch
+
+        if self.enabled and torch.cuda.is_available() and (capability := torch.cuda.get_device_capability()) >= (8, 0):
+            for batch in BATCHES:
+                for variant in variants(batch.start, dtype == torch.float16):
+                    binary(variant, capability)
 
     def weight(self, packed: Any, states: list, capability: tuple[int, int]) -> Weight | None:
         reason = unsupported(packed, states)
