@@ -50,7 +50,9 @@ def tiny_policy(tiny_checkpoint, tmp_path_factory):
     settings = TINY.replace(
         model_name_or_path=tiny_checkpoint("tiny_llama"), output_dir=str(tmp_path_factory.mktemp("outputs"))
     )
-    return kit.load(settings)
+    policy = kit.load(settings)
+    policy.untrained = {key: value.clone() for key, value in policy.model.state_dict().items() if "lora_" in key}
+    return policy
 
 
 @pytest.fixture(scope="session")
@@ -86,12 +88,11 @@ def policy(tiny_policy, tmp_path, monkeypatch):
         output_dir=str(tmp_path / "run"), max_steps=STEPS, lr_scheduler_type="linear", warmup_steps=2
     )
     tiny_policy.settings = fresh
-    start = {key: value.clone() for key, value in tiny_policy.model.state_dict().items() if "lora_" in key}
+    tiny_policy.model.load_state_dict(tiny_policy.untrained, strict=False)
+    tiny_policy.sync()
     yield tiny_policy
     signal.signal(signal.SIGINT, handler)
     kit.load(before)
-    tiny_policy.model.load_state_dict(start, strict=False)
-    tiny_policy.sync()
 
 
 @pytest.fixture(scope="session")
