@@ -2,8 +2,9 @@
 
     python docs/float16.py FOLDER [--model llama31_8b] [--dtypes float32,bfloat16,float16]
 
-On a GPU that has both; one process for each dtype over the same random checkpoint and the same sampled batch. The last
-one also prints what whole steps at the T4 preset's lengths took, in seconds and in system memory.
+On a GPU that has both; one process for each dtype over the same random checkpoint and the same sampled batch (float32:
+the trainer's pass alone, beside an engine in bfloat16, since vLLM's attention takes 16 bits). The last one also prints
+what whole steps at the T4 preset's lengths took, in seconds and in system memory.
 """
 
 import argparse
@@ -31,7 +32,8 @@ def one(dtype: str, folder: Path, last: bool) -> None:
     gpu = torch.cuda.is_available()
     preset = kit.presets.LLAMA31_8B_T4 if gpu else kit.presets.QUICKSTART.replace(reward_weights=None)
     settings = preset.replace(
-        model_name_or_path=str(folder / "model"), dtype=dtype, sdpa_backend="efficient" if gpu else None, max_steps=1,
+        model_name_or_path=str(folder / "model"), sdpa_backend="efficient" if gpu else None, max_steps=1,
+        dtype="bfloat16" if gpu and dtype == "float32" else dtype,
         output_dir=str(folder / dtype), save_minutes=None, log_completions=False,
     )  # fmt: skip
     policy = kit.load(settings)
@@ -51,6 +53,8 @@ def one(dtype: str, folder: Path, last: bool) -> None:
         if p.requires_grad:
             p.data.copy_(torch.randn(p.shape, generator=generator) * 0.02)
     policy.sync()
+    if dtype != settings.dtype:
+        widen(policy)
     length = settings.max_prompt_length - 2
     rows = [{"prompt": " ".join(f"w{10 + (i + j) * 7 % 400}" for i in range(length))} for j in range(8)]
     short = settings.replace(
@@ -69,6 +73,17 @@ def one(dtype: str, folder: Path, last: bool) -> None:
             shown = "time/generating", "time/training", "step_time", "num_tokens", "completions/mean_length"
             print({name: round(step[name], 3) for name in shown}, flush=True)
         host_memory("after whole steps")
+
+
+def widen(policy) -> None:
+    """The trainer's pass in float32, over float32 copies of its 16-bit weights; the engine keeps its own."""
+    for module in policy.model.modules():
+        if state := getattr(module, "quant_state", None):
+            state.dtype = module.compute_dtype = torch.float32
+    for p in policy.model.parameters():
+        if p.is_floating_point():
+            p.data = p.data.float()
+    policy.engine.dtype = torch.float32
 
 
 def compare(folder: Path, dtype: str) -> None:
