@@ -25,7 +25,7 @@ for source in sources:
     for row in json.load(open(source)):
         if row.get("asleep"):
             series.setdefault(NAMES[row["name"]], []).append(row)
-figure, (memory, seconds) = plt.subplots(1, 2, figsize=(10, 3.8))
+figure, (memory, seconds) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
 for name, rows in sorted(series.items(), key=lambda item: list(NAMES.values()).index(item[0])):
     rows.sort(key=lambda row: row["length"])
     lengths = [row["length"] / 1024 for row in rows]
@@ -33,9 +33,8 @@ for name, rows in sorted(series.items(), key=lambda item: list(NAMES.values()).i
     seconds.plot(lengths, [row["training_s"] / row["sequences"] for row in rows], "o-", label=name)
 memory.set(xlabel="tokens a sequence / 1,024", ylabel="GiB at the peak of training, by the driver", ylim=0)
 seconds.set(xlabel="tokens a sequence / 1,024", ylabel="seconds a sequence, training pass", ylim=0)
-figure.legend(*memory.get_legend_handles_labels(), frameon=False, loc="upper center", ncols=3)
+figure.legend(*memory.get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=3)
 for axes in (memory, seconds):
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-figure.tight_layout(rect=(0, 0, 1, 0.93 - 0.05 * (len(series) > 3)))
 figure.savefig(target, metadata={"Date": None})
