@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from .interrupts import uninterrupted
+from .optimizer import rng_state, set_rng_state
 from .planning import MAX_NUM_BATCHED_TOKENS, sequences, slot_rank
 from .presets import LINEAR_MODULES, Settings
 from .products import Products
@@ -133,6 +135,7 @@ class Engine:
         """`n` completions for each prompt. Sampling settings are the run's unless given (`temperature=0`: greedy).
 
         `progress(done, total)` is called from this thread as completions finish. An interrupt leaves the engine idle.
+        Raises: FloatingPointError where a log-probability is not finite.
         """
         from vllm import SamplingParams
 
@@ -165,7 +168,13 @@ class Engine:
             raise
         outputs.sort(key=lambda output: int(output.request_id))  # vLLM numbers them as they were queued
         tokenizer = None if parameters["detokenize"] else self.llm.get_tokenizer()
-        return [[_completion(sample, tokenizer) for sample in output.outputs] for output in outputs]
+        found = [[_completion(sample, tokenizer) for sample in output.outputs] for output in outputs]
+        if not all(math.isfinite(sum(completion.logprobs)) for group in found for completion in group):
+            for cache in self._runner.kv_caches:
+                cache.zero_()  # a CPU's attention multiplies what it masks by zero, and NaN would stay NaN
+            raise FloatingPointError("vLLM's log-probabilities are not finite: the adapter has NaN, or a kernel gives "
+                                     'it here (kit.preflight("t4", deep=True) says which part fails)')  # fmt: skip
+        return found
 
     @uninterrupted()
     def abort(self) -> None:
@@ -262,17 +271,11 @@ def use_expandable_segments() -> None:
 @contextlib.contextmanager
 def preserved_rng():
     """vLLM seeds Python's, numpy's and torch's generators at start; give the caller's back."""
-    import random
-
-    import numpy
-
-    python, arrays, tensors = random.getstate(), numpy.random.get_state(), torch.random.get_rng_state()
+    before = rng_state()
     try:
         yield
     finally:
-        random.setstate(python)
-        numpy.random.set_state(arrays)
-        torch.random.set_rng_state(tensors)
+        set_rng_state(*before)
 
 
 @contextlib.contextmanager

@@ -96,14 +96,13 @@ def checks(key: str, folder: str) -> Iterator[tuple[str, str, str]]:
 
     prompts = [[5 + i * j % 300 for i in range(48)] for j in range(1, 5)]
 
-    def greedy() -> tuple[list[list[int]], list[float]]:
-        with standby.awake():
+    def greedy() -> list[list[int]]:
+        with standby.awake():  # raises where log-probabilities are not finite
             groups = engine.generate(prompts, temperature=0, lora_request=policy.slot.request, ignore_eos=True)
-        return [group[0].token_ids for group in groups], [p for group in groups for p in group[0].logprobs]
+        return [group[0].token_ids for group in groups]
 
-    tokens, logprobs = greedy()
-    wrong = "" if all(map(math.isfinite, logprobs)) else "log-probabilities that are not finite"
-    yield "generating", f"{len(logprobs)} tokens", wrong
+    tokens = greedy()
+    yield "generating", f"{sum(map(len, tokens))} tokens", ""
 
     standby.wake()
     freed, held = standby.sleep(), standby.kv_cache_bytes
@@ -111,7 +110,7 @@ def checks(key: str, folder: str) -> Iterator[tuple[str, str, str]]:
     short = standby.enabled and freed < 0.95 * held
     yield "sleep", words if standby.enabled else NOT_HERE, f"only {words}, by the driver" if short else ""
 
-    same = greedy()[0] == tokens
+    same = greedy() == tokens
     found = f"{1e3 * standby.wake_seconds:.0f} ms, the same greedy tokens"
     yield "wake", found, "" if same else "greedy tokens are others after a cycle"
 

@@ -88,11 +88,16 @@ def policy(tiny_policy, tmp_path, monkeypatch):
         output_dir=str(tmp_path / "run"), max_steps=STEPS, lr_scheduler_type="linear", warmup_steps=2
     )
     tiny_policy.settings = fresh
-    tiny_policy.model.load_state_dict(tiny_policy.untrained, strict=False)
-    tiny_policy.sync()
+    forget_training(tiny_policy)
     yield tiny_policy
     signal.signal(signal.SIGINT, handler)
     kit.load(before)
+    forget_training(tiny_policy)
+
+
+def forget_training(policy):
+    policy.model.load_state_dict(policy.untrained, strict=False)
+    policy.sync()
 
 
 @pytest.fixture(scope="session")
@@ -102,6 +107,7 @@ def uninterrupted_run(tiny_policy, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLAB_KIT_DASHBOARD", "off")
+        forget_training(tiny_policy)
         start, reward = adapter(tiny_policy), Reward()
         settings = tiny_policy.settings.replace(
             output_dir=str(tmp_path_factory.mktemp("whole")),
@@ -111,8 +117,7 @@ def uninterrupted_run(tiny_policy, tmp_path_factory):
         )
         run = kit.train(tiny_policy, ROWS, reward, settings)
         end = adapter(tiny_policy)
-        tiny_policy.model.load_state_dict(start, strict=False)
-        tiny_policy.sync()
+        forget_training(tiny_policy)
     assert not same(start, end)
     return figures(run), reward.prompts, end
 

@@ -207,6 +207,15 @@ def test_callbacks_are_transformers_own(tiny_policy, tiny_rows):
     assert [step for step, _ in StopAfterTwo.seen] == [1, 2]
 
 
+def test_a_sampler_that_gives_nan_ends_the_run_before_anything_is_trained_on_it(policy, tiny_rows):
+    trained = [p for p in policy.model.parameters() if p.requires_grad]
+    for p in trained:
+        p.data.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="log-probabilities are not finite"):
+        kit.train(policy, tiny_rows, even_tokens)
+    assert not policy.standby.is_awake
+
+
 # --- wrong input: refused before the first step -----------------------------------------------------------
 
 
