@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from .presets import Settings
+from .presets import LORA_RANKS, Settings
 from .samples import html_table
 from .standby import standby_requested
 from .training_pass import (
@@ -26,8 +26,6 @@ from .training_pass import (
 
 OVERHEAD_GIB = 1.1
 """CUDA context, kernels' code, CUDA graphs and vLLM's buffers: measured on an H200 (README)"""
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""that vLLM's slot can have; on a GPU 32 at least, which nf4.cu takes at a time"""
 MAX_NUM_BATCHED_TOKENS = 2048
 """tokens of a prefill; more at once would be no faster on a small card and take more memory"""
 
@@ -92,6 +90,7 @@ def sizes(config: Any, s: Settings, itemsize: int, on_gpu: bool = True) -> Sizes
 
 
 def slot_rank(s: Settings, on_gpu: bool) -> int:
+    """Of vLLM's slot for the adapter; on a GPU 32 at least, which nf4.cu takes at a time."""
     return next(rank for rank in LORA_RANKS if rank >= max(s.lora_r, 32 if on_gpu else 1))
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo")
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""that vLLM's slot for an adapter can have"""
 CHOICES: dict[str, tuple] = {
     "loss_type": LOSS_TYPES,
     "scale_rewards": ("group", "batch", "none"),
@@ -148,7 +150,7 @@ class Settings:
             )
         self._at_least(1, "per_device_train_batch_size", "gradient_accumulation_steps", "max_completion_length")
         self._at_least(1, "num_iterations", "max_steps", "lora_r", "lora_alpha", "logprob_chunk_size")
-        self._check(lambda value: value > 512, "at most", 512, ("lora_r",))  # vLLM has no larger slot
+        self._check(lambda value: value > LORA_RANKS[-1], "at most", LORA_RANKS[-1], ("lora_r",))
         self._at_least(1, "max_prompt_length", "vllm_max_model_length", "max_tokens_per_micro_batch")
         self._at_least(1, "vllm_max_num_seqs", "save_total_limit", "save_steps", "mlp_tile_tokens")
         self._at_least(0, "top_k", "warmup_steps", "weight_decay", "beta", "min_p", "seed")

@@ -50,8 +50,10 @@ def tiny_policy(tiny_checkpoint, tmp_path_factory):
     settings = TINY.replace(
         model_name_or_path=tiny_checkpoint("tiny_llama"), output_dir=str(tmp_path_factory.mktemp("outputs"))
     )
+    from small_runs import adapter
+
     policy = kit.load(settings)
-    policy.untrained = {key: value.clone() for key, value in policy.model.state_dict().items() if "lora_" in key}
+    policy.untrained = adapter(policy)
     return policy
 
 
@@ -108,7 +110,7 @@ def uninterrupted_run(tiny_policy, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLAB_KIT_DASHBOARD", "off")
         forget_training(tiny_policy)
-        start, reward = adapter(tiny_policy), Reward()
+        reward = Reward()
         settings = tiny_policy.settings.replace(
             output_dir=str(tmp_path_factory.mktemp("whole")),
             max_steps=STEPS,
@@ -118,24 +120,24 @@ def uninterrupted_run(tiny_policy, tmp_path_factory):
         run = kit.train(tiny_policy, ROWS, reward, settings)
         end = adapter(tiny_policy)
         forget_training(tiny_policy)
-    assert not same(start, end)
+    assert not same(tiny_policy.untrained, end)
     return figures(run), reward.prompts, end
 
 
 @pytest.fixture(scope="session")
 def saved(tiny_policy, tmp_path_factory):
     """A folder with checkpoints of steps 1 to 3."""
-    from small_runs import ROWS, Reward, adapter
+    from small_runs import ROWS, Reward
 
-    folder, start = tmp_path_factory.mktemp("saved"), adapter(tiny_policy)
+    folder = tmp_path_factory.mktemp("saved")
+    forget_training(tiny_policy)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLAB_KIT_DASHBOARD", "off")
         settings = tiny_policy.settings.replace(
             output_dir=str(folder), max_steps=3, save_steps=1, save_total_limit=3, learning_rate=5e-3
         )
         kit.train(tiny_policy, ROWS, Reward(), settings)
-    tiny_policy.model.load_state_dict(start, strict=False)
-    tiny_policy.sync()
+    forget_training(tiny_policy)
     return folder
 
 
