@@ -2,7 +2,7 @@
 
 Departures from vLLM's defaults, each for a reason:
 - in this process (no worker process), so that the trainer can hold views of its weights;
-- two layers of the kit's own (`vllm_layers.py`): for bitsandbytes weights, and for LoRA on a CPU;
+- two layers of the kit's own (`vllm_layers.py`): for bitsandbytes weights, and for LoRA;
 - log-probabilities `processed`: temperature applied, so that the on-policy ratio is 1 at any temperature;
 - full CUDA graphs for decoding without torch.compile: starts in a third of the time and decodes as fast.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .interrupts import uninterrupted
-from .optimizer import rng_state, set_rng_state
+from .optimizer import preserved_rng
 from .planning import MAX_NUM_BATCHED_TOKENS, sequences, slot_rank
 from .presets import LINEAR_MODULES, Settings
 from .products import Products
@@ -172,8 +172,11 @@ class Engine:
         if not all(math.isfinite(sum(completion.logprobs)) for group in found for completion in group):
             for cache in self._runner.kv_caches:
                 cache.zero_()  # a CPU's attention multiplies what it masks by zero, and NaN would stay NaN
-            raise FloatingPointError("vLLM's log-probabilities are not finite: the adapter has NaN, or a kernel gives "
-                                     'it here (kit.preflight("t4", deep=True) says which part fails)')  # fmt: skip
+            slot = [x for m in self.lora_manager.modules.values() for x in (*m.lora_a_stacked, *m.lora_b_stacked)]
+            why = 'a kernel gives it here (kit.preflight("t4", deep=True) says which part fails)'
+            if not all(matrix.isfinite().all() for matrix in slot):
+                why = "so is the adapter: go back to a checkpoint from before it (`load_adapter`)"
+            raise FloatingPointError(f"vLLM's log-probabilities are not finite, {why}")
         return found
 
     @uninterrupted()
@@ -266,16 +269,6 @@ def use_expandable_segments() -> None:
     from vllm.device_allocator import alloc_conf
 
     alloc_conf.set_alloc_conf(alloc_conf.with_conf_flag(alloc_conf.current_alloc_conf(), "expandable_segments", True))
-
-
-@contextlib.contextmanager
-def preserved_rng():
-    """vLLM seeds Python's, numpy's and torch's generators at start; give the caller's back."""
-    before = rng_state()
-    try:
-        yield
-    finally:
-        set_rng_state(*before)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@ tensors and numbers, so that a checkpoint needs no pickle."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -24,8 +25,21 @@ def make_optimizer(parameters: list[torch.nn.Parameter], s: Settings, device: to
         return torch.optim.AdamW(parameters, **kwargs)
     import bitsandbytes as bnb
 
-    make = bnb.optim.PagedAdamW8bit if name == "paged_adamw_8bit" else bnb.optim.AdamW8bit
-    return make(parameters, **kwargs)
+    class InOrder(bnb.optim.PagedAdamW8bit if name == "paged_adamw_8bit" else bnb.optim.AdamW8bit):
+        """Its kernels run on CUDA's default stream (bitsandbytes' pull request 2050), and vLLM makes another stream
+        torch's current one: the first step read states that were not zeros yet, and the adapter got NaN."""
+
+        def step(self, closure=None):
+            if device.type != "cuda":
+                return super().step(closure)
+            current, default = torch.cuda.current_stream(), torch.cuda.default_stream()
+            default.wait_stream(current)
+            with torch.cuda.stream(default):
+                loss = super().step(closure)
+            current.wait_stream(default)
+            return loss
+
+    return InOrder(parameters, **kwargs)
 
 
 def make_scheduler(optimizer: Any, s: Settings) -> Any:
@@ -118,3 +132,13 @@ def set_rng_state(plain: dict[str, Any], tensors: dict[str, torch.Tensor]) -> No
     torch.set_rng_state(tensors["torch"])
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])
+
+
+@contextlib.contextmanager
+def preserved_rng():
+    """vLLM seeds Python's, numpy's and torch's generators at start; give the caller's back."""
+    before = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(*before)

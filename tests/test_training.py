@@ -207,11 +207,26 @@ def test_callbacks_are_transformers_own(tiny_policy, tiny_rows):
     assert [step for step, _ in StopAfterTwo.seen] == [1, 2]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_8_bit_optimizer_waits_for_what_another_stream_has_not_done_yet():
+    """vLLM makes a stream of its own the current one, bitsandbytes launches on the default one."""
+    from colab_kit.optimizer import make_optimizer
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        p = torch.nn.Parameter(torch.ones(8192, device="cuda"))
+        optimizer = make_optimizer([p], kit.Settings(learning_rate=0.1, optim="adamw_8bit"), p.device)
+        for step in (1, 2):
+            torch.cuda._sleep(200_000_000)
+            p.grad = torch.full_like(p, 0.5)
+            optimizer.step()
+            assert torch.allclose(p.detach(), torch.full_like(p, 1 - 0.1 * step), atol=0.01)
+
+
 def test_a_sampler_that_gives_nan_ends_the_run_before_anything_is_trained_on_it(policy, tiny_rows):
     trained = [p for p in policy.model.parameters() if p.requires_grad]
     for p in trained:
         p.data.fill_(float("nan"))
-    with pytest.raises(FloatingPointError, match="log-probabilities are not finite"):
+    with pytest.raises(FloatingPointError, match="log-probabilities are not finite, so is the adapter"):
         kit.train(policy, tiny_rows, even_tokens)
     assert not policy.standby.is_awake
 
