@@ -101,6 +101,13 @@ def test_a_utilization_that_was_set_is_what_the_process_may_take_while_it_genera
     assert "vllm_gpu_memory_utilization=0.9, as set" in plan.reasons[-1]
 
 
+def test_a_utilization_beyond_what_is_free_leaves_a_margin_and_says_so():
+    settings = kit.presets.LLAMA31_8B_T4.replace(vllm_gpu_memory_utilization=0.9)
+    plan = make_plan(settings, LLAMA, int(12 * GIB), int(14.3 * GIB), T4)
+    assert plan.kv_cache_bytes + plan.sizes.idle + plan.sizes.prefill < 11.9 * GIB
+    assert "vllm_gpu_memory_utilization=0.9 asks for 12.87 in all and only 12.00 are free" in plan.reasons[-1]
+
+
 def test_a_utilization_that_leaves_no_room_is_refused_by_name():
     with pytest.raises(MemoryError, match="or raise vllm_gpu_memory_utilization=0.5"):
         on_card(kit.presets.LLAMA31_8B_T4.replace(vllm_gpu_memory_utilization=0.5), LLAMA, 14.3, T4)
