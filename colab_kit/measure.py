@@ -95,6 +95,7 @@ def measure(options: argparse.Namespace) -> None:
         steps = options.steps if length <= 4096 else 1
         start = time.perf_counter()
         row = {"length": length, "kv_tokens": policy.engine.kv_cache_tokens, "load_s": loaded}
+        row["products"] = policy.engine.products.summary()
         try:
             run = train_at(policy, settings, length, steps)
         except MemoryError as error:

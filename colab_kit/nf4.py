@@ -11,8 +11,6 @@ import dataclasses
 import functools
 import math
 import os
-import statistics
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ FACTORS = (1.437, 1.6777)
 """NF4's table times this, rounded to bfloat16 or float16, is off by 6.3e-4 or 6.2e-5 (relative, rms); unscaled by
 1.06e-3 or 1.56e-4"""
 BLOCK_K = 64
+SOURCES = ("nf4_device.cu", "nf4.cu", "nf4_lora.cu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +31,7 @@ class Variant:
     MT: int
     R: int
     WARPS: int
-    STAGES: int
-    RESIDENT: int
+    RESIDENT: int = 1
     HALF: int = 0
 
     @property
@@ -43,40 +41,52 @@ class Variant:
 
     @property
     def shared(self) -> int:
-        """bytes: 256 for each entry of the table and each 128 of x, which share them"""
-        return 256 * max(256, self.STAGES * 4 * self.MT * 8)
+        """bytes: 256 for each entry of the table and each 128 of x, which share them; the scales and their addresses"""
+        return 256 * max(256, 8 * self.MT * 8) + self.rows * 40
+
+    @staticmethod
+    def per(blocks: int, split: int) -> int:
+        """blocks of 64 in a part of K, which come four at a time"""
+        return math.ceil(math.ceil(blocks / min(split, 255)) / 4) * 4
 
     def grid(self, rows: int, n: int, k: int, split: int) -> tuple[int, int, int]:
-        """`split` is lowered where a block of threads would be left without work; 4 blocks of 64 are the least."""
+        """Batches (parts of x's rows), tiles of W's rows, parts of K: `split`, or fewer where a block of threads would
+        be left without work."""
         blocks = -(-k // BLOCK_K)
-        per = math.ceil(math.ceil(blocks / split) / 4) * 4
-        return -(-n // self.rows), -(-blocks // per), -(-rows // (self.MT * 8))
+        per = self.per(blocks, split)
+        return -(-rows // (self.MT * 8)), -(-n // self.rows), -(-blocks // per)
 
     def workspace(self, grid: tuple[int, int, int]) -> int:
         """float32 values that the blocks of a split K leave for the last of them"""
-        return self.rows * self.MT * 8 * grid[0] * grid[1] * grid[2] if grid[1] > 1 else 0
+        return self.rows * self.MT * 8 * grid[0] * grid[1] * grid[2] if grid[2] > 1 else 0
 
 
 VARIANTS = {
-    1: (Variant(1, 1, 8, 4, 2),),
-    2: (Variant(2, 1, 8, 4, 2), Variant(2, 2, 8, 4, 1)),
-    4: (Variant(4, 2, 8, 3, 1), Variant(4, 1, 8, 3, 2)),
-    8: (Variant(8, 2, 8, 2, 1), Variant(8, 1, 8, 2, 2), Variant(4, 2, 8, 2, 1)),
+    1: (Variant(1, 2, 7), Variant(1, 2, 4, 2)),
+    2: (Variant(2, 2, 8), Variant(2, 2, 4, 2)),
+    4: (Variant(4, 2, 8), Variant(4, 2, 7), Variant(4, 1, 8)),
 }
 """by tiles of 8 rows of x; the fastest that fits the card's shared memory is chosen by measuring"""
 
 
 def variants(rows: int, half: bool) -> list[Variant]:
-    tiles = next((tiles for tiles in VARIANTS if tiles * 8 >= rows), 8)
+    tiles = next((tiles for tiles in VARIANTS if tiles * 8 >= rows), 4)
     return [dataclasses.replace(variant, HALF=int(half)) for variant in VARIANTS[tiles]]
 
 
 def splits(variant: Variant, rows: int, n: int, k: int, processors: int) -> list[int]:
-    """How often to cut K: so that the blocks of threads fill the card once or twice, or not at all."""
-    places = processors * variant.RESIDENT
-    tiles, _, batches = variant.grid(rows, n, k, 1)
-    wanted = [1, places // (tiles * batches), 2 * places // (tiles * batches)]
-    return sorted({variant.grid(rows, n, k, max(1, split))[1] for split in wanted})
+    """How often K may best be cut: the four with the least work for the multiprocessor that has most. A block of
+    threads starts and ends in about the time that 12 / R of its 64-blocks take."""
+    work = {}
+    for split in range(1, -(-k // BLOCK_K) + 1):
+        grid = variant.grid(rows, n, k, split)
+        turns = math.ceil(math.prod(grid) / (processors * variant.RESIDENT))
+        work.setdefault(grid[2], turns * (variant.per(-(-k // BLOCK_K), split) + 12 / variant.R))
+    return sorted(sorted(work, key=work.get)[:4])
+
+
+def source() -> bytes:
+    return b"".join(Path(__file__).with_name(name).read_bytes() for name in SOURCES)
 
 
 @functools.cache
@@ -86,15 +96,30 @@ def pool() -> ThreadPoolExecutor:
 
 @functools.cache
 def binary(variant: Variant, capability: tuple[int, int]) -> Future:
-    """Of the machine code, which a thread compiles: half a second a variant, while the weights load."""
-    source = Path(__file__).with_name("nf4.cu").read_bytes()
-    return pool().submit(nvrtc.cubin, source, dataclasses.asdict(variant), capability)
+    """Of the machine code, which a thread compiles: a second a variant, while the weights load."""
+    return pool().submit(nvrtc.cubin, source(), dataclasses.asdict(variant), capability)
 
 
 @functools.cache
 def compiled(variant: Variant, capability: tuple[int, int]) -> Any:
     code = binary(variant, capability).result()
     return nvrtc.load(code, b"nf4_matmul", variant.shared), nvrtc.load(code, b"lora_shrink", 0)
+
+
+@functools.cache
+def patience(variant: Variant, grid: tuple[int, int, int], device: Any) -> int:
+    """How the blocks of a split K add their sums. -1: as a cluster, where all clusters run at the same time; else how
+    often a block looks whether the others are done: only if they run at the same time."""
+    import torch
+
+    card, capability = torch.cuda.get_device_properties(device), torch.cuda.get_device_capability(device)
+    if capability >= (9, 0) and 1 < grid[2] <= 8:
+        kernel, threads = compiled(variant, capability)[0], variant.WARPS * 32
+        at_once = nvrtc.clusters_at_once(kernel, grid, threads, variant.shared, grid[2])
+        if grid[0] * grid[1] <= at_once:
+            return -1
+    resident = min(variant.RESIDENT, card.shared_memory_per_multiprocessor // (variant.shared + 1024))
+    return 100 if math.prod(grid) <= card.multi_processor_count * resident else 0
 
 
 @dataclasses.dataclass
@@ -122,6 +147,12 @@ def adapter(a: list, b: list) -> Adapter | None:
     return Adapter(*pointers, rank, counters)
 
 
+class Fixed(ctypes.Structure):
+    """The shards and the table of 16, as nf4.cu takes them."""
+
+    _fields_ = [("shards", ctypes.c_int64 * 2 * 8), ("code", ctypes.c_float * 16)]
+
+
 @dataclasses.dataclass
 class Weight:
     """A layer's packed weight, its shards' scales by address (they are not copied), and the kernel's own counters."""
@@ -130,12 +161,11 @@ class Weight:
     """uint8, N * K / 2 values, row-major, high nibble first"""
     n: int
     k: int
-    shards: Any
-    """int64 (shards, 2): the first row, the address of absmax"""
-    code: Any
-    """float32 (16,)"""
+    shards: list[tuple[int, int]]
+    """the first row and the address of absmax"""
+    fixed: Fixed
     counters: Any
-    """int32, zero between launches: how many blocks of a split K have come"""
+    """int32, zero between launches: two for each tile of a split K, of what its blocks of threads have done"""
     states: list
     """keeps what `shards` points at alive"""
 
@@ -156,6 +186,8 @@ def unsupported(packed: Any, states: list) -> str | None:
             return "its shards have different tables"
         if not state.absmax.is_contiguous() or state.absmax.numel() * BLOCK_K != state.shape[0] * state.shape[1]:
             return "its scales are laid out otherwise"
+    if len(states) > 8:
+        return f"{len(states)} shards, of which the kernel takes 8"
     n = sum(state.shape[0] for state in states)
     if not packed.is_contiguous() or packed.dtype != torch.uint8 or packed.numel() * 2 != n * first.shape[1]:
         return "its values are laid out otherwise"
@@ -172,25 +204,10 @@ def weight(packed: Any, states: list) -> Weight:
     for state in states:
         table.append((row, state.absmax.data_ptr()))
         row += state.shape[0]
-    shards = torch.tensor(table, dtype=torch.int64, device=packed.device)
-    # The smallest tile has 16 rows; four batches of 32 at most.
-    counters = torch.zeros(4 * -(-row // 16), dtype=torch.int32, device=packed.device)
-    return Weight(packed, row, states[0].shape[1], shards, states[0].code.float().contiguous(), counters, states)
-
-
-def launch(kernel: Any, grid: tuple[int, int, int], threads: int, shared: int, arguments: list) -> None:
-    """On torch's current stream. `arguments`: tensors (by address, None is 0), ints and floats."""
-    import torch
-
-    values = [
-        ctypes.c_int(v) if isinstance(v, int) else ctypes.c_float(v) if isinstance(v, float)
-        else ctypes.c_void_p(v.data_ptr() if v is not None else None)
-        for v in arguments
-    ]  # fmt: skip
-    pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    result = nvrtc.driver().cuLaunchKernel(kernel, *grid, threads, 1, 1, shared, stream, pointers, None)
-    nvrtc.check(result, "cuLaunchKernel")
+    fixed = Fixed(tuple(table), tuple(states[0].code.tolist()))
+    # Two for each of the tiles, which have 16 rows or more, and the batches, which are four at most.
+    counters = torch.zeros(8 * -(-row // 16), dtype=torch.int32, device=packed.device)
+    return Weight(packed, row, states[0].shape[1], table, fixed, counters, states)
 
 
 def shrink_grid(variant: Variant, rows: int, k: int, width: int) -> tuple[int, int, int]:
@@ -209,7 +226,7 @@ def shrink(x: Any, weight: Weight, adapter: Adapter, adapters: Any, variant: Var
     kernel = compiled(variant, torch.cuda.get_device_capability(x.device))[1]
     sizes = [shards, adapter.rank, rows, weight.k, x.stride(0)]
     arguments = [x, adapter.a, h, partial, adapter.counters, adapters, *sizes]
-    launch(kernel, grid, variant.WARPS * 32, 0, arguments)
+    nvrtc.launch(kernel, grid, variant.WARPS * 32, 0, arguments)
     return h
 
 
@@ -227,68 +244,18 @@ def matmul(
         x = x.contiguous()  # 16 bytes are read at a time
     rows = x.shape[0]
     grid = variant.grid(rows, weight.n, weight.k, split)
-    if grid[0] * grid[2] > weight.counters.numel():
+    if 2 * grid[0] * grid[1] > weight.counters.numel():
         raise ValueError(f"{rows} rows in tiles of {variant.MT * 8}: take a variant of `variants({rows}, ...)`")
+    capability, waits = torch.cuda.get_device_capability(x.device), patience(variant, grid, x.device)
     out = torch.empty(rows, weight.n, dtype=x.dtype, device=x.device)
-    partial = torch.empty(variant.workspace(grid), dtype=torch.float32, device=x.device)
+    partial = torch.empty(variant.workspace(grid) if waits >= 0 else 0, dtype=torch.float32, device=x.device)
     h = shrink(x, weight, adapter, adapters, variant) if adapter else None
     arguments = [
-        x, weight.packed, weight.shards, weight.code, out, partial, weight.counters, weight.shards.shape[0], rows,
+        x, weight.packed, weight.fixed, out, partial, weight.counters, len(weight.shards), rows,
         weight.n, weight.k, x.stride(0), FACTORS[variant.HALF], h,
-        *((adapter.b, adapter.rank) if adapter else (None, 0)),
+        *((adapter.b, adapter.rank) if adapter else (None, 0)), waits,
     ]  # fmt: skip
-    kernel = compiled(variant, torch.cuda.get_device_capability(x.device))[0]
-    launch(kernel, grid, variant.WARPS * 32, variant.shared, arguments)
+    kernel, cluster = compiled(variant, capability)[0], grid[2] if waits < 0 else 1
+    early = adapter is not None and capability >= (9, 0)
+    nvrtc.launch(kernel, grid, variant.WARPS * 32, variant.shared, arguments, early, cluster)
     return out
-
-
-def seconds(call: Callable[[], Any], repeats: int = 7, calls: int = 4) -> float:
-    """Median of replaying `calls` calls as a CUDA graph, each after a read of twice the GPU's cache, less the same
-    graph without them: the weight comes from memory, as among other layers, and the graph's launch does not count."""
-    call()
-    return max(replay(call, repeats, calls) - empty_replay(repeats, calls), 1e-9) / calls
-
-
-@functools.cache
-def empty_replay(repeats: int, calls: int) -> float:
-    return replay(lambda: None, 10 * repeats, calls)  # more, so that the clocks are up
-
-
-def replay(call: Callable[[], Any], repeats: int, calls: int) -> float:
-    """Seconds, median, of a graph in which the GPU's cache is overrun before each call."""
-    import torch
-
-    cache = torch.zeros(torch.cuda.get_device_properties(0).L2_cache_size // 2, dtype=torch.int32, device="cuda")
-    most = torch.zeros((), dtype=torch.int32, device="cuda")
-    torch.amax(cache, 0, out=most)
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # not torch.cuda.graph, which collects garbage each time
-        graph.capture_begin()
-        for _ in range(calls):
-            torch.amax(cache, 0, out=most)
-            call()
-        graph.capture_end()
-    torch.cuda.current_stream().wait_stream(side)
-    times = []
-    for _ in range(repeats + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times[2:])
-
-
-def timings(x: Any, weight: Weight) -> dict[tuple[Variant, int], float]:
-    """Seconds of each (variant, split) that may be the fastest for this x and weight."""
-    import torch
-
-    rows, card = x.shape[0], torch.cuda.get_device_properties(x.device)
-    return {
-        (variant, split): seconds(functools.partial(matmul, x, weight, variant, split))
-        for variant in variants(rows, x.dtype == torch.float16)
-        if variant.shared + 1024 <= card.shared_memory_per_block_optin
-        for split in splits(variant, rows, weight.n, weight.k, card.multi_processor_count)
-    }

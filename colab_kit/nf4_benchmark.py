@@ -23,6 +23,7 @@ from collections.abc import Callable
 
 from . import nf4
 from .benchmark import random_model
+from .products import seconds, timings
 
 SHAPES = {
     "Llama-3.1-8B qkv": ([4096, 1024, 1024], 4096),
@@ -68,9 +69,9 @@ def kernel(batches: list[int], dtypes: list[str]) -> None:
                 x = torch.randn(batch, k, device="cuda").to(dtype)
                 line = f"| {name} {mine.n} x {k} | {str(dtype)[6:]} | {batch} | "
                 try:
-                    times = nf4.timings(x, mine)
+                    times = timings(x, mine)
                     best = min(times, key=times.get)
-                    usual = nf4.seconds(functools.partial(theirs, x))
+                    usual = seconds(functools.partial(theirs, x))
                     errors = [[], []]
                     ours, others, at = nf4.matmul(x, mine, *best).double(), theirs(x).double(), 0
                     for r, state in zip(rows, states, strict=True):
@@ -80,7 +81,9 @@ def kernel(batches: list[int], dtypes: list[str]) -> None:
                         for found, result in zip(errors, (others, ours), strict=True):
                             found.append(((result[:, at:end] - truth).norm() / truth.norm()).item())
                         at = end
-                    each = ", ".join(f"R={v.R} split {s}: {t * 1e6:.0f}" for (v, s), t in times.items())
+                    each = ", ".join(
+                        f"MT={v.MT} R={v.R} W={v.WARPS} split {s}: {t * 1e6:.0f}" for (v, s), t in times.items()
+                    )
                     line += f"{usual * 1e6:.0f} | {times[best] * 1e6:.0f} | {usual / times[best]:.1f} | "
                     print(line + f"{max(errors[0]):.2e} | {max(errors[1]):.2e} | {each} |", flush=True)
                 except RuntimeError as error:

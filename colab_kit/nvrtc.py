@@ -66,3 +66,55 @@ def load(binary: bytes, name: bytes, shared: int) -> Any:
     check(driver().cuModuleGetFunction(ctypes.byref(function), module, name), "cuModuleGetFunction")
     check(driver().cuFuncSetAttribute(function, 8, shared), "cuFuncSetAttribute")  # 8: dynamic shared memory, at most
     return function
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute"""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig"""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(Attribute)), ("count", ctypes.c_uint),
+    )  # fmt: skip
+
+
+def launch(
+    kernel: Any, grid: tuple, threads: int, shared: int, arguments: list, early: bool = False, cluster: int = 1
+) -> None:
+    """On torch's current stream. `arguments`: tensors (by address, None is 0), ints, floats and ctypes' structures.
+
+    From sm_90 on, `early`: as soon as the kernel before it lets it (griddepcontrol), for whose end it waits itself;
+    `cluster`: so many blocks, next to each other along z, run at the same time and reach each other's shared memory.
+    """
+    import torch
+
+    values = [
+        ctypes.c_int(v) if isinstance(v, int) else ctypes.c_float(v) if isinstance(v, float)
+        else v if isinstance(v, ctypes.Structure) else ctypes.c_void_p(v.data_ptr() if v is not None else None)
+        for v in arguments
+    ]  # fmt: skip
+    pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+    config = launch_config(grid, threads, shared, early, cluster)
+    config.stream = torch.cuda.current_stream().cuda_stream
+    check(driver().cuLaunchKernelEx(ctypes.byref(config), kernel, pointers, None), "cuLaunchKernelEx")
+
+
+def launch_config(grid: tuple, threads: int, shared: int, early: bool, cluster: int) -> Config:
+    attributes = [Attribute(6, 0, (1,))] * early  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    if cluster > 1:
+        attributes.append(Attribute(4, 0, (1, 1, cluster)))  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    array = (Attribute * len(attributes))(*attributes)
+    return Config(grid, (threads, 1, 1), shared, None, ctypes.cast(array, ctypes.POINTER(Attribute)), len(attributes))
+
+
+def clusters_at_once(kernel: Any, grid: tuple, threads: int, shared: int, cluster: int) -> int:
+    """How many clusters of so many blocks the card can run at the same time."""
+    found, config = ctypes.c_int(), launch_config(grid, threads, shared, False, cluster)
+    result = driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), kernel, ctypes.byref(config))
+    check(result, "cuOccupancyMaxActiveClusters")
+    return found.value

@@ -8,10 +8,11 @@ doesn't know goes bitsandbytes' way. An adapter's update is added in the same pr
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Callable
 from typing import Any
 
-from .nf4 import Variant, Weight, adapter, binary, matmul, seconds, timings, unsupported, variants, weight
+from .nf4 import Variant, Weight, adapter, binary, matmul, splits, unsupported, variants, weight
 
 BATCHES = (range(1, 2), range(2, 9), range(9, 17), range(17, 33), range(33, 65), range(65, 129))
 """rows of x (sequences that decode together) that share a choice, timed at the fewest: for the kernel all of them take
@@ -139,3 +140,61 @@ class Products:
                 self.gains.append(usual / times[fastest])
             best.append(None if reason else fastest)
         return best
+
+
+def seconds(call: Callable[[], Any], repeats: int = 7, calls: int = 4) -> float:
+    """Median of replaying `calls` calls as a CUDA graph, each after a read of twice the GPU's cache, less the same
+    graph without them: the weight comes from memory, as among other layers, and the graph's launch does not count."""
+    import torch
+
+    call()
+    taken = replay(call, repeats, calls) - empty_replay(repeats, calls)
+    torch.cuda.empty_cache()  # only so a graph's memory is given back, and never while another one is captured
+    return max(taken, 1e-9) / calls
+
+
+@functools.cache
+def empty_replay(repeats: int, calls: int) -> float:
+    return replay(lambda: None, 10 * repeats, calls)  # more, so that the clocks are up
+
+
+def replay(call: Callable[[], Any], repeats: int, calls: int) -> float:
+    """Seconds, median, of a graph in which the GPU's cache is overrun before each call."""
+    import torch
+
+    cache = torch.zeros(torch.cuda.get_device_properties(0).L2_cache_size // 2, dtype=torch.int32, device="cuda")
+    most = torch.zeros((), dtype=torch.int32, device="cuda")
+    torch.amax(cache, 0, out=most)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # not torch.cuda.graph, which collects garbage each time
+        graph.capture_begin()
+        try:
+            for _ in range(calls):
+                torch.amax(cache, 0, out=most)
+                call()
+        finally:  # or the whole process would stay in the middle of it
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(side)
+    times = []
+    for _ in range(repeats + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times[2:])
+
+
+def timings(x: Any, weight: Weight) -> dict[tuple[Variant, int], float]:
+    """Seconds of each (variant, split) that may be the fastest for this x and weight."""
+    import torch
+
+    rows, card = x.shape[0], torch.cuda.get_device_properties(x.device)
+    return {
+        (variant, split): seconds(functools.partial(matmul, x, weight, variant, split))
+        for variant in variants(rows, x.dtype == torch.float16)
+        if variant.shared + 1024 <= card.shared_memory_per_block_optin
+        for split in splits(variant, rows, weight.n, weight.k, card.multi_processor_count)
+    }

@@ -1,10 +1,11 @@
-// colab_kit/nf4.cu on a CPU: each GPU thread is a fiber, warps and blocks meet at barriers, the matrix instruction is
-// written out by its documented fragment layout, and an asynchronous copy lands no earlier than its wait.
+// colab_kit/nf4*.cu on a CPU: each GPU thread is a fiber, warps and blocks meet at barriers, the matrix instruction is
+// written out by its documented fragment layout.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <ucontext.h>
 #include <vector>
 
@@ -13,7 +14,8 @@
 #define __global__
 #define __shared__ static
 #define __launch_bounds__(...)
-#define SHARED uint8_t *shared = shared_memory
+#define __grid_constant__
+#define SHARED uint8_t *shared = block->shared
 struct uint2 { uint32_t x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
@@ -22,47 +24,71 @@ static uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 struct Barrier { int count = 0, generation = 0; };
-struct Warp { Barrier barrier; float value[32]; uint32_t a[32][4], b[32][2]; };
+struct Warp { Barrier barrier; uint32_t value[32]; uint32_t a[32][4], b[32][2]; };
 struct Fiber {
     ucontext_t context;
-    std::vector<char> stack = std::vector<char>(1 << 18);
+    std::vector<char> stack = std::vector<char>(1 << 17);
     bool done = false;
-    std::vector<std::vector<std::function<void()>>> copies;
-    std::vector<std::function<void()>> open;
 };
-alignas(128) static uint8_t shared_memory[232448];
+struct Block {
+    alignas(128) uint8_t shared[232448];
+    dim3 at;
+    std::vector<Fiber> fibers;
+    std::vector<Warp> warps;
+    Barrier all, together;
+    Block **cluster;  // its blocks, by z
+};
 static dim3 threadIdx, blockIdx, gridDim;
-static std::vector<Fiber> fibers;
-static std::vector<Warp> warps;
-static Barrier all;
+static Block *block;
 static ucontext_t scheduler;
 static int current;
 
+static void yield() {
+    Fiber &fiber = block->fibers[current];
+    swapcontext(&fiber.context, &scheduler);
+}
 static void meet(Barrier &barrier, int members) {
     const int before = barrier.generation;
     if (++barrier.count == members) barrier.count = 0, barrier.generation++;
-    while (barrier.generation == before) {
-        const int me = current;
-        swapcontext(&fibers[me].context, &scheduler);
-    }
+    while (barrier.generation == before) yield();
 }
-static Warp &warp_of() { return warps[current / 32]; }
-static void __syncthreads() { meet(all, fibers.size()); }
+static Warp &warp_of() { return block->warps[current / 32]; }
+static void __syncthreads() { meet(block->all, block->fibers.size()); }
+static void meet_cluster() { meet(block->cluster[0]->together, block->fibers.size() * gridDim.z); }
+static float4 of_block(const float4 *mine, int z) {
+    return *(const float4 *)((const uint8_t *)mine - block->shared + block->cluster[z]->shared);
+}
+static void __syncwarp() { meet(warp_of().barrier, 32); }
+static void let_next_start() {}
+static void await_last() {}
 static void __threadfence() {}
 static int atomicAdd(int *p, int v) { return (*p += v) - v; }
+static int atomicOr(int *p, int v) {
+    const int before = *p;
+    *p |= v;
+    return before;
+}
+static int poll(const int *p) {
+    yield();
+    return *p;
+}
+static int __popc(unsigned v) { return __builtin_popcount(v); }
 static void __stcg(float4 *p, float4 v) { *p = v; }
 static float4 __ldcg(const float4 *p) { return *p; }
 static float __ldcg(const float *p) { return *p; }
-static float __ldg(const float *p) { return *p; }
+template <class T> static T __ldg(const T *p) { return *p; }
 static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 static int min(int a, int b) { return std::min(a, b); }
-static float __shfl_sync(unsigned, float v, int from) {
+template <class T> static T __shfl_sync(unsigned, T v, int from) {
     Warp &warp = warp_of();
-    warp.value[current % 32] = v;
+    memcpy(&warp.value[current % 32], &v, 4);
     meet(warp.barrier, 32);
-    v = warp.value[from];
+    memcpy(&v, &warp.value[from], 4);
     meet(warp.barrier, 32);
     return v;
+}
+static uint32_t __shfl_xor_sync(unsigned mask, uint32_t v, int with) {
+    return __shfl_sync(mask, v, current % 32 ^ with);
 }
 static float wide(uint16_t bits) {
 #if HALF
@@ -90,25 +116,10 @@ static uint32_t narrow(float f) {
 }
 static uint32_t pack(float low, float high) { return narrow(low) | narrow(high) << 16; }
 static uint32_t entry(uint32_t v, int byte, uint32_t lane4) { return (v >> byte * 8 & 255) * 256 + lane4; }
-static uint2 stream(const uint8_t *p) {
-    uint2 v;
-    memcpy(&v, p, 8);
+static uint4 stream(const uint8_t *p) {
+    uint4 v;
+    memcpy(&v, p, 16);
     return v;
-}
-static void copy16(uint8_t *to, const uint16_t *from, bool there) {
-    fibers[current].open.push_back([=] { there ? (void)memcpy(to, from, 16) : (void)memset(to, 0, 16); });
-}
-static void commit() {
-    Fiber &fiber = fibers[current];
-    fiber.copies.push_back(std::move(fiber.open));
-    fiber.open.clear();
-}
-static void wait() {
-    auto &copies = fibers[current].copies;
-    while ((int)copies.size() > STAGES - 2) {
-        for (auto &copy : copies.front()) copy();
-        copies.erase(copies.begin());
-    }
 }
 static void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     Warp &warp = warp_of();
@@ -125,48 +136,62 @@ static void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
     meet(warp.barrier, 32);
 }
 
+#include "../colab_kit/nf4_device.cu"
 #include "../colab_kit/nf4.cu"
+#include "../colab_kit/nf4_lora.cu"
 
 static std::function<void()> body;
 static void enter() {
     body();
-    fibers[current].done = true;
-    swapcontext(&fibers[current].context, &scheduler);
+    block->fibers[current].done = true;
+    yield();
 }
 
-static void launch_blocks(int gx, int gy, int gz) {
+// The blocks of a z after one another, or as many as `together` at the same time: of whole clusters, where it is
+// a multiple of gz.
+static void launch_blocks(int gx, int gy, int gz, int together = 1) {
     gridDim = {(unsigned)gx, (unsigned)gy, (unsigned)gz};
-    for (int block = 0; block < gx * gy * gz; block++) {
-        blockIdx = {(unsigned)(block % gx), (unsigned)(block / gx % gy), (unsigned)(block / gx / gy)};
-        memset(shared_memory, 0xff, sizeof shared_memory);  // NaN, if it is read before it is written
-        fibers = std::vector<Fiber>(THREADS);
-        warps = std::vector<Warp>(WARPS);
-        all = {};
-        for (auto &fiber : fibers) {
-            getcontext(&fiber.context);
-            fiber.context.uc_stack = {fiber.stack.data(), 0, fiber.stack.size()};
-            fiber.context.uc_link = &scheduler;
-            makecontext(&fiber.context, enter, 0);
+    std::vector<std::unique_ptr<Block>> blocks(together);
+    std::vector<Block *> clusters(together);
+    for (int first = 0; first < gx * gy * gz; first += together) {
+        const int count = std::min(together, gx * gy * gz - first);
+        for (int i = 0; i < count; i++) {
+            blocks[i] = std::make_unique<Block>();
+            const int z = (first + i) % gz, xy = (first + i) / gz;
+            clusters[i] = blocks[i].get();
+            blocks[i]->cluster = &clusters[i / gz * gz];
+            blocks[i]->at = {(unsigned)(xy % gx), (unsigned)(xy / gx), (unsigned)z};
+            memset(blocks[i]->shared, 0xff, sizeof blocks[i]->shared);  // NaN, if it is read before it is written
+            blocks[i]->fibers = std::vector<Fiber>(THREADS);
+            blocks[i]->warps = std::vector<Warp>(WARPS);
+            for (auto &fiber : blocks[i]->fibers) {
+                getcontext(&fiber.context);
+                fiber.context.uc_stack = {fiber.stack.data(), 0, fiber.stack.size()};
+                fiber.context.uc_link = &scheduler;
+                makecontext(&fiber.context, enter, 0);
+            }
         }
         for (bool left = true; left;) {
             left = false;
-            for (current = 0; current < THREADS; current++) {
-                if (fibers[current].done) continue;
-                threadIdx = {(unsigned)current, 0, 0};
-                swapcontext(&scheduler, &fibers[current].context);
-                left |= !fibers[current].done;
-            }
+            for (int i = 0; i < count; i++)
+                for (current = 0; current < THREADS; current++) {
+                    block = blocks[i].get();
+                    if (block->fibers[current].done) continue;
+                    threadIdx = {(unsigned)current, 0, 0}, blockIdx = block->at;
+                    swapcontext(&scheduler, &block->fibers[current].context);
+                    left |= !block->fibers[current].done;
+                }
         }
     }
 }
 
-extern "C" void launch(const u16 *x, const u8 *w, const Shard *shards, const float *code, u16 *y, float4 *partial,
-                       int *counters, int n_shards, int M, int N, int K, int stride, float factor, const u16 *h,
-                       const u16 *const *lora_b, int rank, int gx, int gy, int gz) {
+extern "C" void launch(const u16 *x, const u8 *w, const Fixed *fixed, u16 *y, float4 *partial, int *counters,
+                       int n_shards, int M, int N, int K, int stride, float factor, const u16 *h,
+                       const u16 *const *lora_b, int rank, int patience, int together, int gx, int gy, int gz) {
     body = [=] {
-        nf4_matmul(x, w, shards, code, y, partial, counters, n_shards, M, N, K, stride, factor, h, lora_b, rank);
+        nf4_matmul(x, w, *fixed, y, partial, counters, n_shards, M, N, K, stride, factor, h, lora_b, rank, patience);
     };
-    launch_blocks(gx, gy, gz);
+    launch_blocks(gx, gy, gz, together);
 }
 
 extern "C" void launch_shrink(const u16 *x, const u16 *const *lora_a, u16 *h, float *partial, int *counters,

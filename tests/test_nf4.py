@@ -90,19 +90,20 @@ def pointer(tensor):
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
-def run_emulated(library, x, packed, states, variant, split, adapter=None, adapters=None):
+def run_emulated(library, x, packed, states, variant, split, adapter=None, adapters=None, together=(0, 1)):
     weight = nf4.weight(packed, states)
     grid = variant.grid(x.shape[0], weight.n, weight.k, split)
     out = torch.full((x.shape[0], weight.n), float("nan"), dtype=x.dtype)
     partial = torch.full((variant.workspace(grid),), float("nan"))
-    pointers = [pointer(v) for v in (x, packed, weight.shards, weight.code, out, partial)]
+    pointers = [pointer(x), pointer(packed), ctypes.byref(weight.fixed), pointer(out), pointer(partial)]
     sizes = [len(states), x.shape[0], weight.n, weight.k, x.stride(0)]
-    counters = torch.zeros(grid[0] * grid[2], dtype=torch.int32)  # more batches than the package's own variants make
+    counters = torch.zeros(2 * grid[0] * grid[1], dtype=torch.int32)  # more than the package's own variants need
     h, b, rank = None, None, 0
     if adapter:
         h, b, rank = shrunk(library, x, weight, variant, adapter, adapters), adapter.b, adapter.rank
     factor = ctypes.c_float(nf4.FACTORS[variant.HALF])
-    library.launch(*pointers, pointer(counters), *sizes, factor, pointer(h), pointer(b), rank, *grid)
+    fixed = (*pointers, pointer(counters), *sizes, factor, pointer(h), pointer(b), rank)
+    library.launch(*fixed, *together, *grid)  # how often a block of threads waits, how many run at a time
     assert not counters.any(), "the counters must be zero again for the next launch"
     return out
 
@@ -126,20 +127,28 @@ def shrunk(library, x, weight, variant, adapter, adapters):
     return h
 
 
-SMALL = [nf4.Variant(1, 1, 2, 4, 1), nf4.Variant(2, 2, 1, 3, 1), nf4.Variant(2, 1, 2, 2, 1, 1)]
+SMALL = [
+    nf4.Variant(1, 1, 2), nf4.Variant(2, 2, 1), nf4.Variant(2, 1, 2, HALF=1), nf4.Variant(1, 2, 3, HALF=1),
+    nf4.Variant(1, 2, 2), nf4.Variant(4, 2, 1, HALF=1), nf4.Variant(2, 2, 3), nf4.Variant(4, 1, 3, HALF=1),
+]  # fmt: skip
 
 
 LAYERS = dict(
     variant=st.sampled_from(SMALL),
-    rows=st.integers(1, 20),
+    rows=st.integers(1, 40),
     blocks=st.integers(1, 11),
     split=st.integers(1, 3),
     seed=st.integers(0, 2**30),
 )
 
 
-@given(shards=st.lists(st.integers(1, 40), min_size=1, max_size=3), **LAYERS)
+@given(shards=st.lists(st.integers(1, 40) | st.sampled_from([8, 16, 24, 72]), min_size=1, max_size=3), **LAYERS)
 @example(variant=SMALL[0], rows=17, shards=[1], blocks=5, split=2, seed=0)
+@example(variant=SMALL[3], rows=17, shards=[3, 69], blocks=9, split=2, seed=0)  # whole columns of y, three batches
+@example(variant=SMALL[4], rows=9, shards=[33, 2], blocks=11, split=3, seed=0)
+@example(variant=SMALL[5], rows=40, shards=[40, 40], blocks=7, split=2, seed=0)
+@example(variant=SMALL[6], rows=33, shards=[200, 31], blocks=9, split=2, seed=0)  # 16 rows of x for 3 warps
+@example(variant=SMALL[7], rows=8, shards=[50], blocks=6, split=1, seed=0)
 @FEW
 def test_the_kernel_multiplies_as_exactly_as_bitsandbytes(emulated, variant, rows, shards, blocks, split, seed):
     dtype = DTYPES[variant.HALF]
@@ -152,6 +161,8 @@ def test_the_kernel_multiplies_as_exactly_as_bitsandbytes(emulated, variant, row
 
 
 @given(shards=st.lists(st.integers(1, 3), min_size=1, max_size=3), rank=st.sampled_from([32, 64]), **LAYERS)
+@example(variant=SMALL[3], rows=9, shards=[1, 2, 3], blocks=3, split=1, rank=64, seed=0)  # a warp's rows in two shards
+@example(variant=SMALL[5], rows=33, shards=[3, 1, 1], blocks=9, split=2, rank=32, seed=0)
 @FEW
 def test_an_adapters_update_is_added_to_the_rows_that_have_one(
     emulated, variant, rows, shards, blocks, split, rank, seed
@@ -170,7 +181,7 @@ def test_an_adapters_update_is_added_to_the_rows_that_have_one(
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_the_kernels_error_is_not_above_bitsandbytes_own(emulated, half):
-    variant = nf4.Variant(2, 1, 2, 2, 1, half)
+    variant = nf4.Variant(2, 1, 2, HALF=half)
     packed, states = quantized([64, 32], 1024, 3)
     x = torch.randn(16, 1024, generator=torch.Generator().manual_seed(5)).to(DTYPES[half])
     truth = exact(packed, states, x)
@@ -181,6 +192,35 @@ def test_the_kernels_error_is_not_above_bitsandbytes_own(emulated, half):
         theirs = torch.cat([matmul_4bit(x, part.t(), state) for part, state in parts], dim=1)
     print(f"\nerror against float64: {off(ours, truth):.2e}, bitsandbytes {off(theirs, truth):.2e}")
     assert off(ours, truth) <= off(theirs, truth)
+
+
+@given(
+    variant=st.sampled_from([SMALL[0], SMALL[4], SMALL[5], SMALL[6]]),
+    blocks=st.integers(5, 60),
+    split=st.integers(2, 30),
+    together=st.integers(1, 40),
+    patience=st.integers(0, 300),
+    seed=st.integers(0, 2**30),
+)
+@example(variant=SMALL[5], blocks=56, split=28, together=28, patience=1000, seed=0)
+@example(variant=SMALL[5], blocks=56, split=28, together=5, patience=1000, seed=0)
+@example(variant=SMALL[0], blocks=20, split=5, together=10, patience=1000, seed=0)
+@example(variant=SMALL[0], blocks=20, split=5, together=5, patience=1, seed=0)
+@example(variant=SMALL[4], blocks=30, split=7, together=5, patience=1, seed=0)
+@FEW
+def test_blocks_that_wait_for_each_other_add_what_the_last_one_alone_would(
+    emulated, variant, blocks, split, together, patience, seed
+):
+    packed, states = quantized([70, 35], blocks * 64, seed)
+    x = torch.randn(9, blocks * 64, generator=torch.Generator().manual_seed(seed)).to(DTYPES[variant.HALF])
+    alone = run_emulated(emulated(variant), x, packed, states, variant, split)
+    assert_right(alone, packed, states, x)
+    waiting = run_emulated(emulated(variant), x, packed, states, variant, split, together=(patience, together))
+    assert torch.equal(alone, waiting)
+    parts = variant.grid(9, 105, blocks * 64, split)[2]
+    if 1 < parts <= 8:
+        clusters = run_emulated(emulated(variant), x, packed, states, variant, split, together=(-1, 2 * parts))
+        assert torch.equal(alone, clusters)
 
 
 @given(half=st.booleans(), factor=st.floats(1, 2))
@@ -208,11 +248,12 @@ def test_every_variant_that_a_gpu_would_run(emulated, variant, half):
 def test_no_split_leaves_a_block_of_threads_without_work(n, blocks, rows, processors):
     for variant in nf4.variants(rows, False):
         for split in nf4.splits(variant, rows, n, blocks * 64, processors):
-            tiles, parts, batches = variant.grid(rows, n, blocks * 64, split)
-            per = math.ceil(math.ceil(blocks / parts) / 4) * 4  # as nf4.cu cuts K
+            batches, tiles, parts = variant.grid(rows, n, blocks * 64, split)
+            per = variant.per(blocks, parts)  # as nf4.cu cuts K
             assert (parts - 1) * per < blocks <= parts * per
             assert tiles * variant.rows >= n and batches * variant.MT * 8 >= rows and batches <= 4
-            assert tiles * batches <= 4 * -(-n // 16), "the counters suffice"
+            assert 2 * tiles * batches <= 8 * -(-n // 16), "the counters suffice"
+            assert parts < 256, "the kernel counts in 8 bits"
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16, 32, 64, 128])
@@ -227,9 +268,8 @@ def test_every_variant_compiles_for_ampere_and_hopper_by_nvrtc(capability):
         nvrtc.compiler("13")
     except RuntimeError:
         pytest.skip("no NVRTC")
-    source = Path(nf4.__file__).with_name("nf4.cu").read_bytes()
     for variant in [dataclasses.replace(v, HALF=half) for v in all_variants() for half in (0, 1)]:
-        assert len(nvrtc.cubin(source, dataclasses.asdict(variant), capability, "13")) > 10_000
+        assert len(nvrtc.cubin(nf4.source(), dataclasses.asdict(variant), capability, "13")) > 10_000
 
 
 UNKNOWN = [({"quant_type": "fp4"}, "fp4"), ({"nested": True}, "quantized"), ({"k": 96}, "multiple of 64")]
@@ -312,7 +352,7 @@ def test_the_choice_is_made_once_and_said():
     assert "times as fast" in chooser.summary()
 
 
-FAST = nf4.Variant(1, 1, 8, 4, 2)
+FAST = nf4.Variant(1, 1, 8, 2)
 
 
 @pytest.mark.parametrize(
