@@ -74,9 +74,9 @@ def install_updates(products: Products) -> None:
 def install_lora() -> None:
     """LoRA as plain matrix products: with the kit's one slot the adapter is the same for every row that has one.
 
-    vLLM's own kernels on a GPU give NaN on Hopper for some shapes (its issue 48590), don't use a T4's matrix units, and
-    add with atomics, so that greedy answers need not repeat. On a CPU they gather a copy of both matrices for every
-    token, and apply the adapter to requests that asked for none (index -1 wraps around).
+    vLLM's own kernels on a GPU don't use a T4's matrix units, and add with atomics, so that greedy answers need not
+    repeat. On a CPU they gather a copy of both matrices for every token, and apply the adapter to requests that asked
+    for none (index -1 wraps around).
     """
     import torch
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU

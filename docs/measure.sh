@@ -15,21 +15,22 @@ export COLAB_KIT_DASHBOARD=off PYTHONUNBUFFERED=1
 parts() { # "for how long" is measured where a part has run, otherwise (?) guessed
   cat <<'PARTS'
 soak 1290 ?
-t4-kernels 200 ?
-t4-trial 100 ?
-t4-float16 200 ?
-t4-learning 220
+t4-kernels 85
+t4-trial 60
+t4-float16 200
+t4-learning 260
+t4-memory 70 ?
 keep 130 ?
 four-keep 220
-nf4-llama 200
-nf4-steps 300 ?
+nf4-llama 260
+nf4-steps 260 ?
 three 200 ?
 passes 200
 qwen-16bit 75
 nf4-qwen 260
 notebook-t4 150
 notebook-a100 540
-nf4-kernel 50
+nf4-kernel 60
 four-0.8-off 145
 pairs 245
 llama-40 165
@@ -103,6 +104,16 @@ measure() {
   t4-float16)
     python3 docs/float16.py "$out/float16" | grep --line-buffered -e cosine -e memory -e step_time |
       tee "$out/float16.txt" ;;
+  t4-memory) # loading and two steps at the preset's lengths in Colab's system memory: a cgroup, which root can make
+    python3 -c "from colab_kit.benchmark import random_model; random_model('llama31_8b')"
+    group=/sys/fs/cgroup/t4-memory
+    echo +memory >/sys/fs/cgroup/cgroup.subtree_control
+    mkdir -p "$group" && echo 12700000000 >"$group/memory.max" && echo 0 >"$group/memory.swap.max" || return 1
+    (
+      echo "$BASHPID" >"$group/cgroup.procs"
+      rows --model llama31_8b $t4 --keep --row 6 --lengths 1536 --generations 16 --accumulation 1 --completion 1024 --steps 2
+    )
+    echo "at most $(cat "$group/memory.peak") bytes of 12700000000" | tee "$out/t4-memory.txt" ;;
   t4-learning) python3 docs/float16_learning.py "$out/learning" --at-once 4 | tee "$out/t4-learning.md" ;;
   # The notebooks' own cells in the memory of their cards, 5 steps at the presets' lengths, every completion full
   notebook-t4)
@@ -119,9 +130,9 @@ measure() {
   nf4-llama) python3 -m colab_kit.nf4_benchmark engine --model llama31_8b --batches 8,16,32,64 | tee "$out/$part.txt" ;;
   nf4-qwen) python3 -m colab_kit.nf4_benchmark engine --model qwen3_32b --batches 8,16 | tee "$out/$part.txt" ;;
   nf4-steps) # whole steps at the presets' lengths, sampler against trainer: with the kit's product and without
-    for how in "" --bitsandbytes; do
-      for preset in "llama31_8b --dtype float16 --card 14.56 --lengths 1536 --generations 16 --completion 1024" \
-        "qwen3_32b --dtype bfloat16 --card 39.4 --lengths 4096 --generations 8 --completion 512"; do
+    for preset in "llama31_8b --dtype float16 --card 14.56 --lengths 1536 --generations 16 --completion 1024" \
+      "qwen3_32b --dtype bfloat16 --card 39.4 --lengths 4096 --generations 8 --completion 512"; do
+      for how in "" --bitsandbytes; do
         python3 -m colab_kit.benchmark rows --keep --row 6 --accumulation 1 --steps 2 --model $preset $how \
           --name "steps$how" --out "$out/nf4-steps-${preset%% *}$how.json"
       done
