@@ -91,11 +91,11 @@ def measure(options: argparse.Namespace) -> None:
     loaded = time.perf_counter() - start
     if options.kernels:
         report({"kernels": kernels(policy)})
+    chosen = {"products": policy.engine.products.summary()} if policy else {}
     for length in lengths:
         steps = options.steps if length <= 4096 else 1
         start = time.perf_counter()
-        row = {"length": length, "kv_tokens": policy.engine.kv_cache_tokens, "load_s": loaded}
-        row["products"] = policy.engine.products.summary()
+        row = {"length": length, "kv_tokens": policy.engine.kv_cache_tokens, "load_s": loaded} | chosen
         try:
             run = train_at(policy, settings, length, steps)
         except MemoryError as error:
@@ -112,8 +112,7 @@ def measure(options: argparse.Namespace) -> None:
             "savings": run.report.savings,
             "devices": dataclasses.asdict(run.devices),
         }
-        for key, name in FIGURES.items():
-            row[key] = median(step[name] for step in run.metrics)
+        row |= {key: median(step[name] for step in run.metrics) for key, name in FIGURES.items()}
         if policy.ledger:
             row["samples"] = [
                 (round(t - policy.ledger.samples[0][0], 2), round(used / 2**30, 3), phase)

@@ -139,6 +139,7 @@ class Products:
             else:
                 self.gains.append(usual / times[fastest])
             best.append(None if reason else fastest)
+        torch.cuda.empty_cache()
         return best
 
 
@@ -148,9 +149,8 @@ def seconds(call: Callable[[], Any], repeats: int = 7, calls: int = 4) -> float:
     import torch
 
     call()
-    taken = replay(call, repeats, calls) - empty_replay(repeats, calls)
-    torch.cuda.empty_cache()  # only so a graph's memory is given back, and never while another one is captured
-    return max(taken, 1e-9) / calls
+    torch.cuda.empty_cache()  # torch can't while it captures, and keeps what earlier graphs took until it does
+    return max(replay(call, repeats, calls) - empty_replay(repeats, calls), 1e-9) / calls
 
 
 @functools.cache
