@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import re
+import resource
 import time
 from pathlib import Path
 from statistics import median
@@ -18,6 +19,7 @@ FIGURES = {
     "logp_difference": "sampling/sampling_logp_difference/mean",
 }  # fmt: skip
 """of a row, medians of its steps; the last: sampler against trainer"""
+MEMORY = ("peak", "awake", "asleep", "kv_cache", "planned_awake", "planned_asleep")
 
 
 def settings_for(options: argparse.Namespace, utilization: float | None, longest: int) -> Settings:
@@ -105,13 +107,10 @@ def measure(options: argparse.Namespace) -> None:
             break
         last = run.metrics[-1]
         row |= {"status": f"{steps} steps, {(time.perf_counter() - start) / 60:.1f} min"}
-        names = ("peak", "awake", "asleep", "kv_cache", "planned_awake", "planned_asleep")
-        row |= {name: last.get(f"memory/{name}_gib") for name in names}
-        row |= {
-            "sequences": settings.completions_per_step,
-            "savings": run.report.savings,
-            "devices": dataclasses.asdict(run.devices),
-        }
+        row |= {name: last.get(f"memory/{name}_gib") for name in MEMORY}
+        row |= {"sequences": settings.completions_per_step, "savings": run.report.savings}
+        row["devices"] = dataclasses.asdict(run.devices)
+        row["system_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # with what is pinned
         row |= {key: median(step[name] for step in run.metrics) for key, name in FIGURES.items()}
         if policy.ledger:
             row["samples"] = [
