@@ -70,16 +70,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) nf4_matmul(
     // The scales of a lane's rows and where they are in memory, in shared memory: registers are scarce.
     float *scales = (float *)(shared + SCALES) + tid;
     const float **places = (const float **)(shared + PLACES) + (tid >> 2);
-#pragma unroll
-    for (int j = 0; j < OWN; j += 4) {
-        const int i = (j + t) % OWN, row = min(row0 + i, N - 1);
-        const float *place = fixed.shards[0].absmax + (i64)row * blocks;
-        for (int s = 1; s < n_shards; s++) {
-            const int first = fixed.shards[s].first_row;
-            if (row >= first) place = fixed.shards[s].absmax + (i64)(row - first) * blocks;
-        }
-        places[i * (THREADS / 4)] = place + from;
+    const int own = t % OWN, row = min(row0 + own, N - 1);
+    const float *scales_of_row = fixed.shards[0].absmax + (i64)row * blocks;
+    for (int s = 1; s < n_shards; s++) {
+        const int first = fixed.shards[s].first_row;
+        if (row >= first) scales_of_row = fixed.shards[s].absmax + (i64)(row - first) * blocks;
     }
+    places[own * (THREADS / 4)] = scales_of_row + from;
     __syncwarp();
     // Lane t of a quad copies each group's block t.
     float held[OWN];
@@ -216,7 +213,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) nf4_matmul(
         return;
     }
 
-    if (patience < 0) {  // the parts of K are a cluster: each block reads its share of the sums where the others have them
+    // A split K: `finish` the i-th of the warps' tiles with the sums of all parts, always in the same order;
+    // part_of(at, s): what block s has at `at`.
+    auto add_parts = [&](int i, auto part_of) {
+        float c[R][4] = {};
+#pragma unroll(8)
+        for (int s = 0; s < parts; s++)
+#pragma unroll
+            for (int r = 0; r < R; r++) {
+                const float4 p = part_of((r * MT + i % MT) * THREADS + i / MT * 32 + lane, s);
+                c[r][0] += p.x, c[r][1] += p.y, c[r][2] += p.z, c[r][3] += p.w;
+            }
+        finish(i / MT, i % MT, c);
+    };
+    if (patience < 0) {  // the parts are a cluster: each block reads its share of the sums where the others have them
         float4 *mine = (float4 *)shared;
         __syncthreads();
 #pragma unroll
@@ -225,22 +235,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) nf4_matmul(
             mine[i * THREADS + tid] = make_float4(v[0], v[1], v[2], v[3]);
         }
         meet_cluster();
-        for (int i = part + warp * parts; i < WARPS * MT; i += WARPS * parts) {
-            float c[R][4] = {};
-            for (int s = 0; s < parts; s++)
-#pragma unroll
-                for (int r = 0; r < R; r++) {
-                    const float4 p = of_block(mine + (r * MT + i % MT) * THREADS + i / MT * 32 + lane, s);
-                    c[r][0] += p.x, c[r][1] += p.y, c[r][2] += p.z, c[r][3] += p.w;
-                }
-            finish(i / MT, i % MT, c);
-        }
+        for (int i = part + warp * parts; i < WARPS * MT; i += WARPS * parts)
+            add_parts(i, [&](int at, int s) { return of_block(mine + at, s); });
         meet_cluster();  // none ends while another one reads its memory
         return;
     }
 
-    // Otherwise every block leaves its sums, waits a while for those of the others and adds its share of all of them,
-    // always in the same order. Who waits no longer leaves its share to the block that comes last, so none depends on
+    // Otherwise every block leaves its sums, waits a while for those of the others and adds its share of all of them.
+    // Who waits no longer leaves its share to the block that comes last, so none depends on
     // another's running at the same time. counters[0]: how many came, then a bit for each that left; [1]: shares done.
     const int tile = blockIdx.y * gridDim.x + blockIdx.x, tiles = gridDim.x * gridDim.y;
     float4 *place = partial + (i64)tile * R * MT * THREADS;
@@ -268,18 +270,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) nf4_matmul(
     if (!mine) return;
     __threadfence();
     for (int share = 0; share < shares; share++)
-        for (int i = share + warp * shares; mine >> share & 1 && i < WARPS * MT; i += WARPS * shares) {
-            const int of = i / MT, n = i % MT;
-            float c[R][4] = {};
-#pragma unroll(8)
-            for (int s = 0; s < parts; s++)
-#pragma unroll
-                for (int r = 0; r < R; r++) {
-                    const float4 p = __ldcg(place + s * step + (r * MT + n) * THREADS + of * 32 + lane);
-                    c[r][0] += p.x, c[r][1] += p.y, c[r][2] += p.z, c[r][3] += p.w;
-                }
-            finish(of, n, c);
-        }
+        for (int i = share + warp * shares; mine >> share & 1 && i < WARPS * MT; i += WARPS * shares)
+            add_parts(i, [&](int at, int s) { return __ldcg(place + s * step + at); });
     __syncthreads();
     if (tid == 0 && atomicAdd(counter + 1, __popc(mine)) + __popc(mine) == shares) counter[0] = counter[1] = 0;
 }
