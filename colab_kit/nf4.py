@@ -161,13 +161,11 @@ class Weight:
     """uint8, N * K / 2 values, row-major, high nibble first"""
     n: int
     k: int
-    shards: list[tuple[int, int]]
-    """the first row and the address of absmax"""
     fixed: Fixed
     counters: Any
     """int32, zero between launches: two for each tile of a split K, of what its blocks of threads have done"""
     states: list
-    """keeps what `shards` points at alive"""
+    """of the shards; keeps what `fixed` points at alive"""
 
 
 def unsupported(packed: Any, states: list) -> str | None:
@@ -207,7 +205,7 @@ def weight(packed: Any, states: list) -> Weight:
     fixed = Fixed(tuple(table), tuple(states[0].code.tolist()))
     # Two for each of the tiles, which have 16 rows or more, and the batches, which are four at most.
     counters = torch.zeros(8 * -(-row // 16), dtype=torch.int32, device=packed.device)
-    return Weight(packed, row, states[0].shape[1], table, fixed, counters, states)
+    return Weight(packed, row, states[0].shape[1], fixed, counters, states)
 
 
 def shrink_grid(variant: Variant, rows: int, k: int, width: int) -> tuple[int, int, int]:
@@ -251,7 +249,7 @@ def matmul(
     partial = torch.empty(variant.workspace(grid) if waits >= 0 else 0, dtype=torch.float32, device=x.device)
     h = shrink(x, weight, adapter, adapters, variant) if adapter else None
     arguments = [
-        x, weight.packed, weight.fixed, out, partial, weight.counters, len(weight.shards), rows,
+        x, weight.packed, weight.fixed, out, partial, weight.counters, len(weight.states), rows,
         weight.n, weight.k, x.stride(0), FACTORS[variant.HALF], h,
         *((adapter.b, adapter.rank) if adapter else (None, 0)), waits,
     ]  # fmt: skip

@@ -70,7 +70,7 @@ class Products:
         best = self.chosen[key][next(i for i, batch in enumerate(BATCHES) if rows in batch)]
         if not best:
             return other(x)
-        if self.update and len(self.update[0].a) != len(mine.shards):
+        if self.update and len(self.update[0].a) != len(mine.states):
             return matmul(x, mine, *best)
         update, self.update = self.update or (None, None), None
         return matmul(x, mine, *best, *update)
@@ -92,7 +92,7 @@ class Products:
         return (layer.nf4_adapter, slots.token_lora_mapping) if layer.nf4_adapter else None
 
     def expect(self, dtype: Any) -> None:
-        """A model of this dtype is being made: compile what it may need while its weights load."""
+        """A 4-bit model of this dtype is about to be loaded: compile what it may need meanwhile."""
         import torch
 
         if self.enabled and torch.cuda.is_available() and (capability := torch.cuda.get_device_capability()) >= (8, 0):
