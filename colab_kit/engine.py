@@ -63,6 +63,8 @@ class Engine:
             load_general_plugins()  # the bitsandbytes plugin registers itself here; ours goes on top
             products = Products(settings.nf4_kernel)
             install_layers(products)
+            if settings.load_in_4bit:
+                products.expect(getattr(torch, choice.dtype))
             # vLLM seeds the global generators when it lives in this process; the user's own must not change.
             # Not held by a name: an import that failed in here keeps this frame, which would keep the engine.
             with preserved_rng():
@@ -106,6 +108,11 @@ class Engine:
     @property
     def lora_manager(self):
         return self._runner.lora_manager._adapter_manager
+
+    @property
+    def slot_matrices(self) -> list[torch.Tensor]:
+        """Every layer's A and B of the adapter in the sampler."""
+        return [x for m in self.lora_manager.modules.values() for x in (*m.lora_a_stacked, *m.lora_b_stacked)]
 
     @property
     def max_lora_rank(self) -> int:
@@ -172,9 +179,8 @@ class Engine:
         if not all(math.isfinite(sum(completion.logprobs)) for group in found for completion in group):
             for cache in self._runner.kv_caches:
                 cache.zero_()  # a CPU's attention multiplies what it masks by zero, and NaN would stay NaN
-            slot = [x for m in self.lora_manager.modules.values() for x in (*m.lora_a_stacked, *m.lora_b_stacked)]
             why = 'a kernel gives it here (kit.preflight("t4", deep=True) says which part fails)'
-            if not all(matrix.isfinite().all() for matrix in slot):
+            if not all(matrix.isfinite().all() for matrix in self.slot_matrices):
                 why = "so is the adapter: go back to a checkpoint from before it (`load_adapter`)"
             raise FloatingPointError(f"vLLM's log-probabilities are not finite, {why}")
         return found

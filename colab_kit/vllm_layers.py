@@ -28,7 +28,6 @@ def install_linear_method(products: Products) -> None:
             # Two 4-bit values share a byte whatever the activations' dtype; the plugin derives the ratio from it.
             call = inspect.signature(super().create_weights).bind(layer, *args, **kwargs)
             if not self.quant_config.load_in_8bit:
-                products.expect(call.arguments["params_dtype"])
                 call.arguments["params_dtype"] = torch.bfloat16
             super().create_weights(*call.args, **call.kwargs)
 

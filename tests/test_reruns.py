@@ -37,9 +37,8 @@ def test_another_rank_alpha_or_modules_take_effect_in_the_sampler(policy, change
     assert max(row["sampling/sampling_logp_difference/max"] for row in run.metrics) < 1e-4
     assert run.metrics[0]["grad_norm"] > 0
     trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
-    slot = [x for m in policy.engine.lora_manager.modules.values() for x in (*m.lora_a_stacked, *m.lora_b_stacked)]
     # The plan follows: masters and vLLM's slot, both float32 here.
-    assert policy.plan.sizes.lora == 4 * trained + 4 * sum(x.numel() for x in slot)
+    assert policy.plan.sizes.lora == 4 * trained + 4 * sum(x.numel() for x in policy.engine.slot_matrices)
 
 
 UNLOAD = """
