@@ -28,6 +28,8 @@ def compiler(major: str) -> Any:
         names += map(str, folder.glob(f"*/lib/libnvrtc.so.{major}*"))
     for name in names:
         try:
+            for part in Path(name).parent.glob("libnvrtc-builtins.so.*"):  # which may not find them itself
+                ctypes.CDLL(str(part))
             return ctypes.CDLL(name)
         except OSError:
             continue
@@ -42,6 +44,7 @@ def cubin(source: bytes, macros: dict[str, int], capability: tuple[int, int], ma
         major = torch.version.cuda.split(".")[0]
     nvrtc, program, size = compiler(major), ctypes.c_void_p(), ctypes.c_size_t()
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
+    options.append("--device-as-default-execution-space")  # or CUDA 13.0's takes generic lambdas for host code
     options += [f"-D{name}={value}" for name, value in macros.items()]
     check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernel.cu", 0, None, None), "nvrtcCreateProgram")
     try:

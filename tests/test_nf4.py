@@ -263,11 +263,7 @@ def test_some_variant_fits_the_99_kib_of_an_l4s_blocks(rows):
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_every_variant_compiles_for_ampere_and_hopper_by_nvrtc(capability):
-    """`pip install nvidia-cuda-nvrtc` brings the compiler; no GPU is needed."""
-    try:
-        nvrtc.compiler("13")
-    except RuntimeError:
-        pytest.skip("no NVRTC")
+    """By the compiler that a GPU's users have (requirements.txt); newer ones take more."""
     for variant in [dataclasses.replace(v, HALF=half) for v in all_variants() for half in (0, 1)]:
         assert len(nvrtc.cubin(nf4.source(), dataclasses.asdict(variant), capability, "13")) > 10_000
 
