@@ -16,73 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from . import nvrtc
+from .nf4_variants import BLOCK_K, Variant
 
 FACTORS = (1.437, 1.6777)
 """NF4's table times this, rounded to bfloat16 or float16, is off by 6.3e-4 or 6.2e-5 (relative, rms); unscaled by
 1.06e-3 or 1.56e-4"""
-BLOCK_K = 64
-SOURCES = ("nf4_device.cu", "nf4.cu", "nf4_lora.cu")
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """How nf4.cu is compiled; the names are its macros."""
-
-    MT: int
-    R: int
-    WARPS: int
-    RESIDENT: int = 1
-    HALF: int = 0
-
-    @property
-    def rows(self) -> int:
-        """of W, a block of threads"""
-        return self.WARPS * self.R * 16
-
-    @property
-    def shared(self) -> int:
-        """bytes: 256 for each entry of the table and each 128 of x, which share them; the scales and their addresses"""
-        return 256 * max(256, 8 * self.MT * 8) + self.rows * 40
-
-    @staticmethod
-    def per(blocks: int, split: int) -> int:
-        """blocks of 64 in a part of K, which come four at a time"""
-        return math.ceil(math.ceil(blocks / min(split, 255)) / 4) * 4
-
-    def grid(self, rows: int, n: int, k: int, split: int) -> tuple[int, int, int]:
-        """Batches (parts of x's rows), tiles of W's rows, parts of K: `split`, or fewer where a block of threads would
-        be left without work."""
-        blocks = -(-k // BLOCK_K)
-        per = self.per(blocks, split)
-        return -(-rows // (self.MT * 8)), -(-n // self.rows), -(-blocks // per)
-
-    def workspace(self, grid: tuple[int, int, int]) -> int:
-        """float32 values that the blocks of a split K leave for the last of them"""
-        return self.rows * self.MT * 8 * grid[0] * grid[1] * grid[2] if grid[2] > 1 else 0
-
-
-VARIANTS = {
-    1: (Variant(1, 2, 7), Variant(1, 2, 4, 2)),
-    2: (Variant(2, 2, 8), Variant(2, 2, 4, 2)),
-    4: (Variant(4, 2, 8), Variant(4, 2, 7), Variant(4, 1, 8)),
-}
-"""by tiles of 8 rows of x; the fastest that fits the card's shared memory is chosen by measuring"""
-
-
-def variants(rows: int, half: bool) -> list[Variant]:
-    tiles = next((tiles for tiles in VARIANTS if tiles * 8 >= rows), 4)
-    return [dataclasses.replace(variant, HALF=int(half)) for variant in VARIANTS[tiles]]
-
-
-def splits(variant: Variant, rows: int, n: int, k: int, processors: int) -> list[int]:
-    """How often K may best be cut: the four with the least work for the multiprocessor that has most. A block of
-    threads starts and ends in about the time that 12 / R of its 64-blocks take."""
-    work = {}
-    for split in range(1, -(-k // BLOCK_K) + 1):
-        grid = variant.grid(rows, n, k, split)
-        turns = math.ceil(math.prod(grid) / (processors * variant.RESIDENT))
-        work.setdefault(grid[2], turns * (variant.per(-(-k // BLOCK_K), split) + 12 / variant.R))
-    return sorted(sorted(work, key=work.get)[:4])
+SOURCES = ("nf4_device.cu", "nf4_parts.cu", "nf4.cu", "nf4_lora.cu")
 
 
 def source() -> bytes:
@@ -101,9 +40,13 @@ def binary(variant: Variant, capability: tuple[int, int]) -> Future:
 
 
 @functools.cache
-def compiled(variant: Variant, capability: tuple[int, int]) -> Any:
+def compiled(variant: Variant, capability: tuple[int, int]) -> dict[str, Any]:
+    """The kernels by name."""
     code = binary(variant, capability).result()
-    return nvrtc.load(code, b"nf4_matmul", variant.shared), nvrtc.load(code, b"lora_shrink", 0)
+    shared = {"nf4_matmul": variant.shared, "lora_shrink": variant.sums}
+    if variant.WGMMA == 2:
+        shared["prepare_x"] = 0
+    return {name: nvrtc.load(code, name.encode(), size) for name, size in shared.items()}
 
 
 @functools.cache
@@ -114,7 +57,7 @@ def patience(variant: Variant, grid: tuple[int, int, int], device: Any) -> int:
 
     card, capability = torch.cuda.get_device_properties(device), torch.cuda.get_device_capability(device)
     if capability >= (9, 0) and 1 < grid[2] <= 8:
-        kernel, threads = compiled(variant, capability)[0], variant.WARPS * 32
+        kernel, threads = compiled(variant, capability)["nf4_matmul"], variant.WARPS * 32
         at_once = nvrtc.clusters_at_once(kernel, grid, threads, variant.shared, grid[2])
         if grid[0] * grid[1] <= at_once:
             return -1
@@ -133,6 +76,8 @@ class Adapter:
     rank: int
     counters: Any
     """int32, zero between launches"""
+    ready: Any
+    """int32: 1 for each tile of x A^T that is there"""
 
 
 def adapter(a: list, b: list) -> Adapter | None:
@@ -143,8 +88,8 @@ def adapter(a: list, b: list) -> Adapter | None:
     if rank % 32 or any(m.shape[1] != rank or m.shape[0] % 16 or not m.is_contiguous() for m in b):
         return None
     pointers = [torch.tensor([m.data_ptr() for m in some], dtype=torch.int64, device=a[0].device) for some in (a, b)]
-    counters = torch.zeros(4 * len(a) * rank // 16, dtype=torch.int32, device=a[0].device)
-    return Adapter(*pointers, rank, counters)
+    counters = torch.zeros(2, 4 * len(a) * rank // 16, dtype=torch.int32, device=a[0].device)
+    return Adapter(*pointers, rank, *counters)
 
 
 class Fixed(ctypes.Structure):
@@ -221,11 +166,19 @@ def shrink(x: Any, weight: Weight, adapter: Adapter, adapters: Any, variant: Var
     grid = shrink_grid(variant, rows, weight.k, shards * adapter.rank)
     h = torch.empty(rows, shards, adapter.rank, dtype=x.dtype, device=x.device)
     partial = torch.empty(math.prod(grid) * 16 * variant.MT * 8, dtype=torch.float32, device=x.device)
-    kernel = compiled(variant, torch.cuda.get_device_capability(x.device))[1]
+    kernel = compiled(variant, torch.cuda.get_device_capability(x.device))["lora_shrink"]
     sizes = [shards, adapter.rank, rows, weight.k, x.stride(0)]
-    arguments = [x, adapter.a, h, partial, adapter.counters, adapters, *sizes]
-    nvrtc.launch(kernel, grid, variant.WARPS * 32, 0, arguments)
+    arguments = [x, adapter.a, h, partial, adapter.counters, adapters, *sizes, adapter.ready]
+    nvrtc.launch(kernel, grid, variant.WARPS * 32, variant.sums, arguments)
     return h
+
+
+def prepared(variant: Variant, x: Any) -> tuple[Any, tuple[int, int, int]]:
+    """Where prepare_x is to write (batches, blocks of 64, their rows, 64), blocks in whole groups of four; its grid."""
+    import torch
+
+    batches, blocks = variant.tiles(x.shape[0], 1)[0], -(-x.shape[1] // (4 * BLOCK_K)) * 4
+    return torch.empty(batches, blocks, variant.MT * 8, BLOCK_K, dtype=x.dtype, device=x.device), (blocks, batches, 1)
 
 
 def matmul(
@@ -241,19 +194,27 @@ def matmul(
     if x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()  # 16 bytes are read at a time
     rows = x.shape[0]
-    grid = variant.grid(rows, weight.n, weight.k, split)
-    if 2 * grid[0] * grid[1] > weight.counters.numel():
-        raise ValueError(f"{rows} rows in tiles of {variant.MT * 8}: take a variant of `variants({rows}, ...)`")
-    capability, waits = torch.cuda.get_device_capability(x.device), patience(variant, grid, x.device)
+    grid, tiles = variant.grid(rows, weight.n, weight.k, split), variant.tiles(rows, weight.n)
+    if 2 * math.prod(tiles) > weight.counters.numel():
+        raise ValueError(f"{rows} rows in tiles of {variant.MT * 8}: take a variant of `variants`")
+    capability = torch.cuda.get_device_capability(x.device)
+    waits = 0 if split < 0 else patience(variant, grid, x.device)
+    kernels, threads = compiled(variant, capability), variant.WARPS * 32
     out = torch.empty(rows, weight.n, dtype=x.dtype, device=x.device)
-    partial = torch.empty(variant.workspace(grid) if waits >= 0 else 0, dtype=torch.float32, device=x.device)
+    size = variant.workspace(grid, split) if waits >= 0 else 0
+    partial, operand = torch.empty(size, dtype=torch.float32, device=x.device), x
+    if variant.WGMMA == 2:  # before lora_shrink takes memory that it gives back while it may still run
+        operand, shape = prepared(variant, x)
     h = shrink(x, weight, adapter, adapters, variant) if adapter else None
+    if variant.WGMMA == 2:
+        sizes = [rows, weight.k, x.stride(0)]
+        nvrtc.launch(kernels["prepare_x"], shape, threads, 0, [x, operand, *sizes], early=bool(adapter))
     arguments = [
-        x, weight.packed, weight.fixed, out, partial, weight.counters, len(weight.states), rows,
+        operand, weight.packed, weight.fixed, out, partial, weight.counters, len(weight.states), rows,
         weight.n, weight.k, x.stride(0), FACTORS[variant.HALF], h,
-        *((adapter.b, adapter.rank) if adapter else (None, 0)), waits,
+        *((adapter.b, adapter.rank, adapter.ready) if adapter else (None, 0, None)), waits, int(split < 0),
     ]  # fmt: skip
-    kernel, cluster = compiled(variant, capability)[0], grid[2] if waits < 0 else 1
-    early = adapter is not None and capability >= (9, 0)
-    nvrtc.launch(kernel, grid, variant.WARPS * 32, variant.shared, arguments, early, cluster)
+    early = capability >= (9, 0) and bool(adapter or variant.WGMMA == 2)
+    cluster = grid[2] if waits < 0 else 1
+    nvrtc.launch(kernels["nf4_matmul"], grid, threads, variant.shared, arguments, early, cluster)
     return out

@@ -37,7 +37,7 @@ SHAPES = {
 }
 PARTS = {
     "LoRA": "lora",
-    "4-bit products": "nf4_matmul|4bit|dequantize",
+    "4-bit products": "nf4_matmul|prepare_x|4bit|dequantize",
     "attention": "attention|flash|fmha|reshape_and_cache|rotary|reduce_segments",
     "16-bit products (the head; bitsandbytes' unpacked weights)": "nvjet|gemm|gemv|cutlass|splitk",
     "norms, activation": "norm|silu|act_and_mul",
@@ -82,7 +82,8 @@ def kernel(batches: list[int], dtypes: list[str]) -> None:
                             found.append(((result[:, at:end] - truth).norm() / truth.norm()).item())
                         at = end
                     each = ", ".join(
-                        f"MT={v.MT} R={v.R} W={v.WARPS} split {s}: {t * 1e6:.0f}" for (v, s), t in times.items()
+                        f"{v.MT} {v.R} {v.WARPS} {v.RESIDENT} {v.WGMMA} split {s}: {t * 1e6:.0f}"
+                        for (v, s), t in times.items()
                     )
                     line += f"{usual * 1e6:.0f} | {times[best] * 1e6:.0f} | {usual / times[best]:.1f} | "
                     print(line + f"{max(errors[0]):.2e} | {max(errors[1]):.2e} | {each} |", flush=True)

@@ -2,11 +2,17 @@
 // A block takes 16 rows of A and a part of K, its warps every WARPS-th 32 values of it; the last block to come adds.
 extern "C" __global__ void __launch_bounds__(THREADS) lora_shrink(
     const u16 *x, const u16 *const *lora_a, u16 *h, float *partial, int *counters, const int *adapters, int slices,
-    int rank, int M, int K, int stride) {
-    __shared__ float sums[WARPS][16 * BATCH];
-    __shared__ int last;
-    let_next_start();
+    int rank, int M, int K, int stride, int *ready) {
+    SHARED;
+    float(*sums)[16 * BATCH] = (float(*)[16 * BATCH])shared;
+    int &last = *(int *)(sums + WARPS);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
+    int *done = ready + blockIdx.z * gridDim.x + blockIdx.x;  // for nf4_matmul, which may begin as soon as it is 0
+    if (tid == 0) {
+        *(volatile int *)done = 0;
+        __threadfence();
+        let_next_start();
+    }
     const int first_m = blockIdx.z * BATCH, tile = blockIdx.x * 16, s = tile / rank, chunks = K / 32;
     const int per = (chunks + (int)gridDim.y - 1) / (int)gridDim.y;
     const int to = min((int)(blockIdx.y + 1) * per, chunks);
@@ -50,5 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) lora_shrink(
         for (int j = 0; j < parts; j++) sum += __ldcg(place + j * 16 * BATCH + i);
         h[(i64)m * slices * rank + tile + i % 16] = (u16)pack(adapters[m] < 0 ? 0.f : sum, 0.f);
     }
-    if (tid == 0) counters[at] = 0;
+    __threadfence();
+    __syncthreads();
+    if (tid == 0) counters[at] = 0, *(volatile int *)done = 1;
 }

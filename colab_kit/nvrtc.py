@@ -43,7 +43,8 @@ def cubin(source: bytes, macros: dict[str, int], capability: tuple[int, int], ma
 
         major = torch.version.cuda.split(".")[0]
     nvrtc, program, size = compiler(major), ctypes.c_void_p(), ctypes.c_size_t()
-    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
+    name = f"{capability[0]}{capability[1]}" + "a" * (capability == (9, 0))  # a: with what only Hopper has
+    options = [f"--gpu-architecture=sm_{name}", "--std=c++17"]
     options.append("--device-as-default-execution-space")  # or CUDA 13.0's takes generic lambdas for host code
     options += [f"-D{name}={value}" for name, value in macros.items()]
     check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernel.cu", 0, None, None), "nvrtcCreateProgram")

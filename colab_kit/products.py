@@ -12,7 +12,8 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from .nf4 import Variant, Weight, adapter, binary, matmul, splits, unsupported, variants, weight
+from .nf4 import Weight, adapter, binary, matmul, unsupported, weight
+from .nf4_variants import Variant, splits, variants
 
 BATCHES = (range(1, 2), range(2, 9), range(9, 17), range(17, 33), range(33, 65), range(65, 129))
 """rows of x (sequences that decode together) that share a choice, timed at the fewest: for the kernel all of them take
@@ -97,7 +98,7 @@ class Products:
 
         if self.enabled and torch.cuda.is_available() and (capability := torch.cuda.get_device_capability()) >= (8, 0):
             for batch in BATCHES:
-                for variant in variants(batch.start, dtype == torch.float16):
+                for variant in variants(batch.start, dtype == torch.float16, capability):
                     binary(variant, capability)
 
     def weight(self, packed: Any, states: list, capability: tuple[int, int]) -> Weight | None:
@@ -191,10 +192,10 @@ def timings(x: Any, weight: Weight) -> dict[tuple[Variant, int], float]:
     """Seconds of each (variant, split) that may be the fastest for this x and weight."""
     import torch
 
-    rows, card = x.shape[0], torch.cuda.get_device_properties(x.device)
+    rows, half, card = x.shape[0], x.dtype == torch.float16, torch.cuda.get_device_properties(x.device)
     return {
         (variant, split): seconds(functools.partial(matmul, x, weight, variant, split))
-        for variant in variants(rows, x.dtype == torch.float16)
+        for variant in variants(rows, half, (card.major, card.minor))
         if variant.shared + 1024 <= card.shared_memory_per_block_optin
         for split in splits(variant, rows, weight.n, weight.k, card.multi_processor_count)
     }

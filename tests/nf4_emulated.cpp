@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -29,9 +30,14 @@ struct Fiber {
     ucontext_t context;
     std::vector<char> stack = std::vector<char>(1 << 17);
     bool done = false;
+    const uint8_t *tile;  // of a product that has begun
+    const uint32_t *lent;
+    uint32_t a[4][4];
 };
+struct Copy { uint8_t *to; const uint8_t *from; int bytes = 0, done = 0; };
 struct Block {
-    alignas(128) uint8_t shared[232448];
+    Copy copies[2];
+    alignas(1024) uint8_t shared[232448];
     dim3 at;
     std::vector<Fiber> fibers;
     std::vector<Warp> warps;
@@ -137,6 +143,47 @@ static void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
 }
 
 #include "../colab_kit/nf4_device.cu"
+static void show_to_wgmma() {}
+static void start_barriers(u64 *) {}
+// What is copied comes when somebody awaits it; until then there are NaNs.
+static void copy(u8 *to, const u8 *from, int bytes, u64 *barrier) {
+    Copy &copy = block->copies[barrier - (u64 *)(block->shared + ARRIVED)];
+    if (copy.bytes) abort();
+    copy.to = to, copy.from = from, copy.bytes = bytes;
+    memset(to, 0xff, bytes);
+}
+static void await_copy(u64 *barrier, int phase) {
+    Copy &copy = block->copies[barrier - (u64 *)(block->shared + ARRIVED)];
+    if (copy.bytes) memcpy(copy.to, copy.from, copy.bytes), copy.bytes = 0, copy.done++;
+    if ((copy.done & 1) == phase) abort();  // it would wait for ever: here the copy was begun before a barrier
+}
+// The product is there when it ends, from the shared memory of then; W's registers must be as they were.
+static void begin_product(float (&c)[MT][4], const uint32_t (&a)[4][4], const uint8_t *tile) {
+    Fiber &fiber = block->fibers[current];
+    if ((tile - block->shared) % 1024) abort();  // or the swizzle would begin elsewhere
+    for (auto &four : c) std::fill(four, four + 4, NAN);
+    fiber.tile = tile, fiber.lent = &a[0][0], memcpy(fiber.a, a, sizeof a);
+}
+static void end_product(float (&c)[MT][4]) {
+    Fiber &fiber = block->fibers[current];
+    if (memcmp(fiber.a, fiber.lent, sizeof fiber.a)) abort();
+    Warp &warp = warp_of();
+    const int lane = current % 32, g = lane / 4, t = lane % 4;
+    memset(c, 0, sizeof c);
+    for (int s = 0; s < 4; s++) {
+        for (int i = 0; i < 4; i++) warp.a[lane][i] = fiber.a[s][i];
+        meet(warp.barrier, 32);
+        for (int i = 0; i < 4 * MT; i++)
+            for (int k = 0; k < 16; k++) {
+                const int row = g + i % 4 / 2 * 8, column = i / 4 * 8 + t * 2 + i % 2;
+                const uint8_t *at = fiber.tile + column * 128 + ((s * 2 + k / 8) ^ (column % 8)) * 16 + k % 8 * 2;
+                c[i / 4][i % 4] += wide(warp.a[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2] >> k % 2 * 16)
+                    * wide(*(const uint16_t *)at);
+            }
+        meet(warp.barrier, 32);
+    }
+}
+#include "../colab_kit/nf4_parts.cu"
 #include "../colab_kit/nf4.cu"
 #include "../colab_kit/nf4_lora.cu"
 
@@ -187,16 +234,24 @@ static void launch_blocks(int gx, int gy, int gz, int together = 1) {
 
 extern "C" void launch(const u16 *x, const u8 *w, const Fixed *fixed, u16 *y, float4 *partial, int *counters,
                        int n_shards, int M, int N, int K, int stride, float factor, const u16 *h,
-                       const u16 *const *lora_b, int rank, int patience, int together, int gx, int gy, int gz) {
+                       const u16 *const *lora_b, int rank, const int *ready, int patience, int streams, int together, int gx, int gy, int gz) {
     body = [=] {
-        nf4_matmul(x, w, *fixed, y, partial, counters, n_shards, M, N, K, stride, factor, h, lora_b, rank, patience);
+        nf4_matmul(x, w, *fixed, y, partial, counters, n_shards, M, N, K, stride, factor, h, lora_b, rank, ready,
+                   patience, streams);
     };
     launch_blocks(gx, gy, gz, together);
 }
 
 extern "C" void launch_shrink(const u16 *x, const u16 *const *lora_a, u16 *h, float *partial, int *counters,
-                              const int *adapters, int slices, int rank, int M, int K, int stride, int gx, int gy,
-                              int gz) {
-    body = [=] { lora_shrink(x, lora_a, h, partial, counters, adapters, slices, rank, M, K, stride); };
+                              const int *adapters, int slices, int rank, int M, int K, int stride, int *ready, int gx,
+                              int gy, int gz) {
+    body = [=] { lora_shrink(x, lora_a, h, partial, counters, adapters, slices, rank, M, K, stride, ready); };
     launch_blocks(gx, gy, gz);
 }
+
+#if PREPARED
+extern "C" void launch_prepare(const u16 *x, u8 *tiles, int M, int K, int stride, int gx, int gy, int gz) {
+    body = [=] { prepare_x(x, tiles, M, K, stride); };
+    launch_blocks(gx, gy, gz);
+}
+#endif

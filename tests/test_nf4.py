@@ -16,7 +16,8 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from colab_kit import nf4, nvrtc, products
+from colab_kit import nf4, nf4_variants, nvrtc, products
+from colab_kit.nf4_variants import AMPERE, HOPPER, Variant
 
 FEW = settings(max_examples=12, deadline=None)
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -59,7 +60,7 @@ def assert_right(result, packed, states, x, update=0, wide=0):
 
 
 def all_variants():
-    return [variant for some in nf4.VARIANTS.values() for variant in some]
+    return list(dict.fromkeys(v for all in (AMPERE, HOPPER) for some in all.values() for v in some))
 
 
 def off(result, truth):
@@ -91,19 +92,24 @@ def pointer(tensor):
 
 
 def run_emulated(library, x, packed, states, variant, split, adapter=None, adapters=None, together=(0, 1)):
-    weight = nf4.weight(packed, states)
-    grid = variant.grid(x.shape[0], weight.n, weight.k, split)
-    out = torch.full((x.shape[0], weight.n), float("nan"), dtype=x.dtype)
-    partial = torch.full((variant.workspace(grid),), float("nan"))
-    pointers = [pointer(x), pointer(packed), ctypes.byref(weight.fixed), pointer(out), pointer(partial)]
-    sizes = [len(states), x.shape[0], weight.n, weight.k, x.stride(0)]
-    counters = torch.zeros(2 * grid[0] * grid[1], dtype=torch.int32)  # more than the package's own variants need
-    h, b, rank = None, None, 0
+    weight, rows = nf4.weight(packed, states), x.shape[0]
+    split = split if variant.WGMMA == 2 else abs(split)
+    grid, tiles = variant.grid(rows, weight.n, weight.k, split), variant.tiles(rows, weight.n)
+    out = torch.full((rows, weight.n), float("nan"), dtype=x.dtype)
+    partial = torch.full((variant.workspace(grid, split),), float("nan"))
+    counters = torch.zeros(2 * math.prod(tiles), dtype=torch.int32)  # more than the package's own variants need
+    h, b, rank, ready, operand = None, None, 0, None, x
     if adapter:
-        h, b, rank = shrunk(library, x, weight, variant, adapter, adapters), adapter.b, adapter.rank
+        (h, ready), b, rank = shrunk(library, x, weight, variant, adapter, adapters), adapter.b, adapter.rank
+    if variant.WGMMA == 2:
+        operand, shape = nf4.prepared(variant, x)
+        library.launch_prepare(pointer(x), pointer(operand), rows, weight.k, x.stride(0), *shape)
+    pointers = [pointer(operand), pointer(packed), ctypes.byref(weight.fixed), pointer(out), pointer(partial)]
+    sizes = [len(states), rows, weight.n, weight.k, x.stride(0)]
     factor = ctypes.c_float(nf4.FACTORS[variant.HALF])
-    fixed = (*pointers, pointer(counters), *sizes, factor, pointer(h), pointer(b), rank)
-    library.launch(*fixed, *together, *grid)  # how often a block of threads waits, how many run at a time
+    fixed = (*pointers, pointer(counters), *sizes, factor, pointer(h), pointer(b), rank, pointer(ready))
+    patience, at_once = together  # how often a block of threads waits, how many run at a time
+    library.launch(*fixed, 0 if split < 0 else patience, int(split < 0), at_once, *grid)
     assert not counters.any(), "the counters must be zero again for the next launch"
     return out
 
@@ -119,17 +125,19 @@ def shrunk(library, x, weight, variant, adapter, adapters):
     h = torch.full((x.shape[0], len(adapter.a), adapter.rank), float("nan"), dtype=x.dtype)
     grid = nf4.shrink_grid(variant, x.shape[0], weight.k, len(adapter.a) * adapter.rank)
     partial = torch.full((math.prod(grid) * 16 * variant.MT * 8,), float("nan"))
-    counters = torch.zeros(grid[0] * grid[2], dtype=torch.int32)
+    counters = torch.zeros(grid[0] * grid[2], dtype=torch.int32)  # more than the package's own variants need
+    ready = torch.ones_like(counters)  # as the last launch leaves it
     pointers = [pointer(v) for v in (x, adapter.a, h, partial, counters, adapters)]
     sizes = (len(adapter.a), adapter.rank, x.shape[0], weight.k, x.stride(0))
-    library.launch_shrink(*pointers, *sizes, *grid)
-    assert not counters.any()
-    return h
+    library.launch_shrink(*pointers, *sizes, pointer(ready), *grid)
+    assert not counters.any() and ready.all()
+    return h, ready
 
 
 SMALL = [
-    nf4.Variant(1, 1, 2), nf4.Variant(2, 2, 1), nf4.Variant(2, 1, 2, HALF=1), nf4.Variant(1, 2, 3, HALF=1),
-    nf4.Variant(1, 2, 2), nf4.Variant(4, 2, 1, HALF=1), nf4.Variant(2, 2, 3), nf4.Variant(4, 1, 3, HALF=1),
+    Variant(1, 1, 2), Variant(2, 2, 1), Variant(2, 1, 2, HALF=1), Variant(1, 2, 3, HALF=1),
+    Variant(1, 2, 2), Variant(4, 2, 1, HALF=1), Variant(2, 2, 3), Variant(4, 1, 3, HALF=1),
+    Variant(8, 2, 4, WGMMA=2, HALF=1), Variant(2, 1, 4, WGMMA=1), Variant(1, 2, 4, WGMMA=2),
 ]  # fmt: skip
 
 
@@ -137,7 +145,7 @@ LAYERS = dict(
     variant=st.sampled_from(SMALL),
     rows=st.integers(1, 40),
     blocks=st.integers(1, 11),
-    split=st.integers(1, 3),
+    split=st.sampled_from([1, 2, 3, -1, -2, -5]),  # below 0: a stream's blocks; only of variants with WGMMA=2
     seed=st.integers(0, 2**30),
 )
 
@@ -181,7 +189,7 @@ def test_an_adapters_update_is_added_to_the_rows_that_have_one(
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_the_kernels_error_is_not_above_bitsandbytes_own(emulated, half):
-    variant = nf4.Variant(2, 1, 2, HALF=half)
+    variant = Variant(2, 1, 2, HALF=half)
     packed, states = quantized([64, 32], 1024, 3)
     x = torch.randn(16, 1024, generator=torch.Generator().manual_seed(5)).to(DTYPES[half])
     truth = exact(packed, states, x)
@@ -246,11 +254,13 @@ def test_every_variant_that_a_gpu_would_run(emulated, variant, half):
 
 @given(n=st.integers(1, 60000), blocks=st.integers(1, 500), rows=st.integers(1, 128), processors=st.integers(1, 200))
 def test_no_split_leaves_a_block_of_threads_without_work(n, blocks, rows, processors):
-    for variant in nf4.variants(rows, False):
-        for split in nf4.splits(variant, rows, n, blocks * 64, processors):
-            batches, tiles, parts = variant.grid(rows, n, blocks * 64, split)
+    for variant in nf4_variants.variants(rows, False, (8, 0)) + nf4_variants.variants(rows, False, (9, 0)):
+        for split in nf4_variants.splits(variant, rows, n, blocks * 64, processors):
+            batches, tiles = variant.tiles(rows, n)
+            *_, parts = variant.grid(rows, n, blocks * 64, split)
             per = variant.per(blocks, parts)  # as nf4.cu cuts K
             assert (parts - 1) * per < blocks <= parts * per
+            assert split > 0 or batches * tiles * -(-blocks // 4) >= -split, "nor of a stream"
             assert tiles * variant.rows >= n and batches * variant.MT * 8 >= rows and batches <= 4
             assert 2 * tiles * batches <= 8 * -(-n // 16), "the counters suffice"
             assert parts < 256, "the kernel counts in 8 bits"
@@ -258,13 +268,14 @@ def test_no_split_leaves_a_block_of_threads_without_work(n, blocks, rows, proces
 
 @pytest.mark.parametrize("rows", [1, 8, 16, 32, 64, 128])
 def test_some_variant_fits_the_99_kib_of_an_l4s_blocks(rows):
-    assert any(variant.shared + 1024 <= 99 * 1024 for variant in nf4.variants(rows, False))
+    assert any(variant.shared + 1024 <= 99 * 1024 for variant in nf4_variants.variants(rows, False, (8, 9)))
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_every_variant_compiles_for_ampere_and_hopper_by_nvrtc(capability):
     """By the compiler that a GPU's users have (requirements.txt); newer ones take more."""
-    for variant in [dataclasses.replace(v, HALF=half) for v in all_variants() for half in (0, 1)]:
+    some = {(8, 0): AMPERE, (9, 0): HOPPER}[capability].values()
+    for variant in [dataclasses.replace(v, HALF=half) for vs in some for v in vs for half in (0, 1)]:
         assert len(nvrtc.cubin(nf4.source(), dataclasses.asdict(variant), capability, "13")) > 10_000
 
 
@@ -293,8 +304,8 @@ def test_on_the_gpu_it_is_as_exact_and_repeatable_also_in_a_graph(rows, dtype):
     x = torch.randn(rows, 2176, device="cuda").to(dtype)[:, ::2]
     truth = exact(packed, states, x)
     theirs = matmul_4bit(x, packed[: 300 * 544].t(), states[0])
-    for variant in nf4.variants(rows, dtype == torch.float16):
-        for split in (1, 2, 3):
+    for variant in nf4_variants.variants(rows, dtype == torch.float16, torch.cuda.get_device_capability()):
+        for split in (1, 2, 3, *(-5, -40)[: variant.WGMMA // 2 * 2]):
             ours = nf4.matmul(x, weight, variant, split)
             assert off(ours[:, :300], truth[:, :300]) <= off(theirs, truth[:, :300]) * 1.02
             assert_right(ours, packed, states, x)
@@ -319,8 +330,8 @@ def test_on_the_gpu_an_adapters_update_is_exact_and_repeatable_also_in_a_graph(r
     adapter, slots = nf4.adapter(a, b), torch.randint(-1, 1, (rows,), dtype=torch.int32, device="cuda")
     truth = exact(packed, states, x) + updates(x, a, b, slots)[0]
     unit = 2**-8 if dtype == torch.bfloat16 else 2**-11
-    for variant in nf4.variants(rows, dtype == torch.float16):
-        for split in (1, 3):
+    for variant in nf4_variants.variants(rows, dtype == torch.float16, torch.cuda.get_device_capability()):
+        for split in (1, 3, *(-70, -132)[: variant.WGMMA // 2 * 2]):
             ours = nf4.matmul(x, weight, variant, split, adapter, slots)
             assert off(ours, truth) < unit
             graph = torch.cuda.CUDAGraph()
@@ -348,7 +359,7 @@ def test_the_choice_is_made_once_and_said():
     assert "times as fast" in chooser.summary()
 
 
-FAST = nf4.Variant(1, 1, 8, 2)
+FAST = Variant(1, 1, 8, 2)
 
 
 @pytest.mark.parametrize(
