@@ -19,18 +19,18 @@ t4-kernels 85
 t4-trial 60
 t4-float16 200
 t4-learning 260
-t4-memory 70 ?
+t4-memory 120
 keep 130 ?
 four-keep 220
-nf4-llama 260
-nf4-steps 260 ?
+nf4-llama 210
+nf4-steps 440
 three 200 ?
 passes 200
 qwen-16bit 75
-nf4-qwen 260
+nf4-qwen 270
 notebook-t4 150
 notebook-a100 540
-nf4-kernel 60
+nf4-kernel 40
 four-0.8-off 145
 pairs 245
 llama-40 165
