@@ -232,8 +232,8 @@ def kv_cache(settings: Settings, s: Sizes, free: int, total: int, on_gpu: bool) 
             f"{settings.model_name_or_path} needs about {generating / GIB:.1f} GiB before the KV cache, and this GPU "
             f"has {free / GIB:.1f} of {total / GIB:.1f} GiB free: {advice}"
         )
+    kv = int(0.95 * room)  # where all that is free is what limits it
     if share is not None and share * total > free:
-        kv = int(0.95 * room)
         return kv, (
             f"KV cache {kv / GIB:.2f} GiB: vllm_gpu_memory_utilization={share} asks for {share * total / GIB:.2f} in "
             f"all and only {free / GIB:.2f} are free, of which the rest takes {generating / GIB:.2f}"
@@ -242,7 +242,6 @@ def kv_cache(settings: Settings, s: Sizes, free: int, total: int, on_gpu: bool) 
         return room, f"KV cache {room / GIB:.2f} GiB: vllm_gpu_memory_utilization={share}, as set, of which the rest " \
                      f"takes {generating / GIB:.2f}"  # fmt: skip
     if needed > 0.95 * room:
-        kv = int(0.95 * room)
         return kv, (
             f"KV cache {kv / GIB:.2f} GiB (utilization {(generating + kv) / total:.2f}): what the card has left, room "
             f"for {kv // s.kv_per_token // length} of {sequences(settings)} completions at full length at a time"
