@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) nf4_matmul(
 #pragma unroll
         for (int i = 0; i < 2; i++) unpack(0, i, count, a[0]);
 #else
-        const int at = g * UNIT + (((t & 1) * 2 + (t >> 1)) ^ ((g & 1) * 4)) * 16;
+        const int at = g * UNIT + (swap(t) ^ ((g & 1) * 4)) * 16;
 #endif
         for (int left = count; left > 0; left -= GROUP, turn++) {
             const int now = turn & 1;  // the stage that is read; the other one is filled
@@ -223,11 +223,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare_x(const u16 *x, u8
         u32 v[4];
 #pragma unroll
         for (int t = 0; t < 4; t++) {
-            const int k = blockIdx.x * 64 + ((t & 1) * 2 + (t >> 1)) * 16 + at * 2;
+            const int k = blockIdx.x * 64 + swap(t) * 16 + at * 2;
             v[t] = m < M && k < K ? *(const u32 *)(x + (i64)m * stride + k) : 0;
         }
         u8 *tile = tiles + (i64)(blockIdx.y * gridDim.x + blockIdx.x) * BATCH * ROW_X;
-        *(uint4 *)(tile + row * ROW_X + (at ^ (row & 7)) * 16) = make_uint4(v[0], v[1], v[2], v[3]);
+        *(uint4 *)(tile + row * ROW_X + swizzled(row, at)) = make_uint4(v[0], v[1], v[2], v[3]);
     }
 }
 #endif

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from . import nvrtc
-from .nf4_variants import BLOCK_K, Variant
+from .nf4_variants import BLOCK_K, GROUP, Variant, groups
 
 FACTORS = (1.437, 1.6777)
 """NF4's table times this, rounded to bfloat16 or float16, is off by 6.3e-4 or 6.2e-5 (relative, rms); unscaled by
@@ -44,7 +44,7 @@ def compiled(variant: Variant, capability: tuple[int, int]) -> dict[str, Any]:
     """The kernels by name."""
     code = binary(variant, capability).result()
     shared = {"nf4_matmul": variant.shared, "lora_shrink": variant.sums}
-    if variant.WGMMA == 2:
+    if variant.prepared:
         shared["prepare_x"] = 0
     return {name: nvrtc.load(code, name.encode(), size) for name, size in shared.items()}
 
@@ -61,7 +61,7 @@ def patience(variant: Variant, grid: tuple[int, int, int], device: Any) -> int:
         at_once = nvrtc.clusters_at_once(kernel, grid, threads, variant.shared, grid[2])
         if grid[0] * grid[1] <= at_once:
             return -1
-    resident = min(variant.RESIDENT, card.shared_memory_per_multiprocessor // (variant.shared + 1024))
+    resident = min(variant.RESIDENT, card.shared_memory_per_multiprocessor // variant.taken)
     return 100 if math.prod(grid) <= card.multi_processor_count * resident else 0
 
 
@@ -158,7 +158,7 @@ def shrink_grid(variant: Variant, rows: int, k: int, width: int) -> tuple[int, i
     return width // 16, -(-k // (32 * variant.WARPS * 2)), -(-rows // (variant.MT * 8))
 
 
-def shrink(x: Any, weight: Weight, adapter: Adapter, adapters: Any, variant: Variant) -> Any:
+def shrink(x: Any, weight: Weight, adapter: Adapter, adapters: Any, variant: Variant, kernel: Any) -> Any:
     """x (rows, K) -> (rows, shards, rank): x A^T, zeros where `adapters` (int32, a row's slot) is below 0."""
     import torch
 
@@ -166,18 +166,17 @@ def shrink(x: Any, weight: Weight, adapter: Adapter, adapters: Any, variant: Var
     grid = shrink_grid(variant, rows, weight.k, shards * adapter.rank)
     h = torch.empty(rows, shards, adapter.rank, dtype=x.dtype, device=x.device)
     partial = torch.empty(math.prod(grid) * 16 * variant.MT * 8, dtype=torch.float32, device=x.device)
-    kernel = compiled(variant, torch.cuda.get_device_capability(x.device))["lora_shrink"]
     sizes = [shards, adapter.rank, rows, weight.k, x.stride(0)]
     arguments = [x, adapter.a, h, partial, adapter.counters, adapters, *sizes, adapter.ready]
     nvrtc.launch(kernel, grid, variant.WARPS * 32, variant.sums, arguments)
     return h
 
 
-def prepared(variant: Variant, x: Any) -> tuple[Any, tuple[int, int, int]]:
-    """Where prepare_x is to write (batches, blocks of 64, their rows, 64), blocks in whole groups of four; its grid."""
+def room_for_x(variant: Variant, x: Any) -> tuple[Any, tuple[int, int, int]]:
+    """Where prepare_x is to write (batches, blocks of 64, their rows, 64), blocks in whole groups; its grid."""
     import torch
 
-    batches, blocks = variant.tiles(x.shape[0], 1)[0], -(-x.shape[1] // (4 * BLOCK_K)) * 4
+    batches, blocks = variant.tiles(x.shape[0], 1)[0], groups(x.shape[1]) * GROUP
     return torch.empty(batches, blocks, variant.MT * 8, BLOCK_K, dtype=x.dtype, device=x.device), (blocks, batches, 1)
 
 
@@ -203,10 +202,10 @@ def matmul(
     out = torch.empty(rows, weight.n, dtype=x.dtype, device=x.device)
     size = variant.workspace(grid, split) if waits >= 0 else 0
     partial, operand = torch.empty(size, dtype=torch.float32, device=x.device), x
-    if variant.WGMMA == 2:  # before lora_shrink takes memory that it gives back while it may still run
-        operand, shape = prepared(variant, x)
-    h = shrink(x, weight, adapter, adapters, variant) if adapter else None
-    if variant.WGMMA == 2:
+    if variant.prepared:  # before lora_shrink takes memory that it gives back while it may still run
+        operand, shape = room_for_x(variant, x)
+    h = shrink(x, weight, adapter, adapters, variant, kernels["lora_shrink"]) if adapter else None
+    if variant.prepared:
         sizes = [rows, weight.k, x.stride(0)]
         nvrtc.launch(kernels["prepare_x"], shape, threads, 0, [x, operand, *sizes], early=bool(adapter))
     arguments = [
@@ -214,7 +213,7 @@ def matmul(
         weight.n, weight.k, x.stride(0), FACTORS[variant.HALF], h,
         *((adapter.b, adapter.rank, adapter.ready) if adapter else (None, 0, None)), waits, int(split < 0),
     ]  # fmt: skip
-    early = capability >= (9, 0) and bool(adapter or variant.WGMMA == 2)
+    early = capability >= (9, 0) and bool(adapter or variant.prepared)
     cluster = grid[2] if waits < 0 else 1
     nvrtc.launch(kernels["nf4_matmul"], grid, threads, variant.shared, arguments, early, cluster)
     return out

@@ -20,12 +20,17 @@ constexpr int SCALES = WGMMA ? TABLE + 2 * STAGE : 2 * STAGE > TABLE ? 2 * STAGE
 constexpr int PLACES = SCALES + 2 * OWN * THREADS * 4, ARRIVED = PLACES + ROWS * 8;  // and, of wgmma's x, two barriers
 struct alignas(R * 4) Column { u32 two[R]; };  // a lane's rows in a row of Y
 
+// Which 8 bytes of a row's 64-block of W lane t of a quad has, and which lane has those of a number.
+__device__ int swap(int t) { return (t & 1) * 2 + (t >> 1); }
+// Where wgmma looks for 16 bytes of a row of x (its 128-byte swizzle).
+__device__ int swizzled(int row, int at) { return (at ^ (row & 7)) * 16; }
+
 // 8 values of x, the `chunk`-th of a row's block of 64, to where the product finds them.
 __device__ void put_x(u8 *to, int row, int chunk, uint4 v) {
-#if WGMMA  // in the order of prepare_x
-    const u32 words[4] = {v.x, v.y, v.z, v.w}, lane = (chunk & 2) * 4 + (chunk & 4);
+#if WGMMA  // in the order of prepare_x: at swap(chunk >> 1)'s four bytes
+    const u32 words[4] = {v.x, v.y, v.z, v.w}, at = (chunk & 2) * 4 + (chunk & 4);
 #pragma unroll
-    for (int k = 0; k < 4; k++) *(u32 *)(to + (((chunk & 1) * 4 + k) ^ (row & 7)) * 16 + lane) = words[k];
+    for (int k = 0; k < 4; k++) *(u32 *)(to + swizzled(row, (chunk & 1) * 4 + k) + at) = words[k];
 #else  // in such an order that the reads of the main loop meet no bank twice
     *(uint4 *)(to + (((chunk & 1) * 4 + (chunk >> 1)) ^ (row & 1) * 4) * 16) = v;
 #endif
@@ -86,7 +91,7 @@ __device__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #define FOURS FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6), FOUR(7)
 #endif
 __device__ u32 in_shared(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-// c = a x^T, begun. `tile`: a 64-block of x, rows of 128 bytes, each 16 bytes at their number ^ the row's (128-byte swizzle).
+// c = a x^T, begun. `tile`: a 64-block of x, rows of 128 bytes, `swizzled`.
 __device__ void begin_product(float (&c)[MT][4], const u32 (&a)[4][4], const u8 *tile) {
     // 16 bytes a unit: where it begins, then 1024 from 8 rows to the next.
     const u64 x = (in_shared(tile) & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;

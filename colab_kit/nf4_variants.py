@@ -5,7 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 
-BLOCK_K = 64
+BLOCK_K, GROUP = 64, 4
+"""values of K that share a scale; of such blocks, how many the kernel takes at a time"""
+
+
+def groups(k: int) -> int:
+    """of blocks in k values, the last one perhaps not whole"""
+    return -(-k // (GROUP * BLOCK_K))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +27,11 @@ class Variant:
     HALF: int = 0
 
     @property
+    def prepared(self) -> bool:
+        """x comes from prepare_x; only then can the work be a stream (`grid`)"""
+        return self.WGMMA == 2
+
+    @property
     def rows(self) -> int:
         """of W, a block of threads"""
         return self.WARPS * self.R * 16
@@ -33,14 +44,19 @@ class Variant:
         return (256 * 256 + 128 * x if self.WGMMA else 256 * max(256, x)) + self.rows * 40 + 16
 
     @property
+    def taken(self) -> int:
+        """bytes of a multiprocessor's shared memory: the driver adds 1,024 to each block of threads"""
+        return self.shared + 1024
+
+    @property
     def sums(self) -> int:
         """bytes of shared memory that lora_shrink takes"""
         return self.WARPS * 16 * self.MT * 8 * 4 + 4
 
     @staticmethod
     def per(blocks: int, split: int) -> int:
-        """blocks of 64 in a part of K, which come four at a time"""
-        return math.ceil(math.ceil(blocks / min(split, 255)) / 4) * 4
+        """blocks of 64 in a part of K, whole groups"""
+        return math.ceil(math.ceil(blocks / min(split, 255)) / GROUP) * GROUP
 
     def tiles(self, rows: int, n: int) -> tuple[int, int]:
         """of x's rows (batches) and of W's"""
@@ -48,11 +64,11 @@ class Variant:
 
     def grid(self, rows: int, n: int, k: int, split: int) -> tuple[int, int, int]:
         """Blocks of threads: batches, tiles, parts of K: `split`, or fewer where one would be left without work. Below
-        0: a stream, -split blocks that share the groups of four 64-blocks of all tiles alike."""
+        0: a stream, -split blocks that share the groups of 64-blocks of all tiles alike."""
         blocks, tiles = -(-k // BLOCK_K), self.tiles(rows, n)
         if split < 0:
-            assert self.WGMMA == 2, "the others have no streams"
-            return min(-split, math.prod(tiles) * -(-blocks // 4)), 1, 1
+            assert self.prepared, "the others have no streams"
+            return min(-split, math.prod(tiles) * groups(k)), 1, 1
         return *tiles, -(-blocks // self.per(blocks, split))
 
     def workspace(self, grid: tuple[int, int, int], split: int) -> int:
@@ -90,7 +106,6 @@ def splits(variant: Variant, rows: int, n: int, k: int, processors: int) -> list
         grid = variant.grid(rows, n, k, split)
         turns = math.ceil(math.prod(grid) / at_once)
         work.setdefault(grid[2], turns * (variant.per(blocks, split) + 12 / variant.R))
-    groups = -(-blocks // 4)
-    enough = groups < 256 and math.prod(variant.tiles(rows, n)) * groups >= at_once
-    streams = [-at_once] if variant.WGMMA == 2 and enough else []
+    enough = groups(k) < 256 and math.prod(variant.tiles(rows, n)) * groups(k) >= at_once
+    streams = [-at_once] if variant.prepared and enough else []
     return streams + sorted(sorted(work, key=work.get)[:4])

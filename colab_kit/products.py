@@ -196,6 +196,6 @@ def timings(x: Any, weight: Weight) -> dict[tuple[Variant, int], float]:
     return {
         (variant, split): seconds(functools.partial(matmul, x, weight, variant, split))
         for variant in variants(rows, half, (card.major, card.minor))
-        if variant.shared + 1024 <= card.shared_memory_per_block_optin
+        if variant.taken <= card.shared_memory_per_block_optin
         for split in splits(variant, rows, weight.n, weight.k, card.multi_processor_count)
     }

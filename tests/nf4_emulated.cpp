@@ -85,16 +85,13 @@ static float __ldcg(const float *p) { return *p; }
 template <class T> static T __ldg(const T *p) { return *p; }
 static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 static int min(int a, int b) { return std::min(a, b); }
-template <class T> static T __shfl_sync(unsigned, T v, int from) {
+static uint32_t __shfl_xor_sync(unsigned, uint32_t v, int with) {
     Warp &warp = warp_of();
-    memcpy(&warp.value[current % 32], &v, 4);
+    warp.value[current % 32] = v;
     meet(warp.barrier, 32);
-    memcpy(&v, &warp.value[from], 4);
+    v = warp.value[current % 32 ^ with];
     meet(warp.barrier, 32);
     return v;
-}
-static uint32_t __shfl_xor_sync(unsigned mask, uint32_t v, int with) {
-    return __shfl_sync(mask, v, current % 32 ^ with);
 }
 static float wide(uint16_t bits) {
 #if HALF
@@ -167,21 +164,13 @@ static void begin_product(float (&c)[MT][4], const uint32_t (&a)[4][4], const ui
 static void end_product(float (&c)[MT][4]) {
     Fiber &fiber = block->fibers[current];
     if (memcmp(fiber.a, fiber.lent, sizeof fiber.a)) abort();
-    Warp &warp = warp_of();
     const int lane = current % 32, g = lane / 4, t = lane % 4;
     memset(c, 0, sizeof c);
-    for (int s = 0; s < 4; s++) {
-        for (int i = 0; i < 4; i++) warp.a[lane][i] = fiber.a[s][i];
-        meet(warp.barrier, 32);
-        for (int i = 0; i < 4 * MT; i++)
-            for (int k = 0; k < 16; k++) {
-                const int row = g + i % 4 / 2 * 8, column = i / 4 * 8 + t * 2 + i % 2;
-                const uint8_t *at = fiber.tile + column * 128 + ((s * 2 + k / 8) ^ (column % 8)) * 16 + k % 8 * 2;
-                c[i / 4][i % 4] += wide(warp.a[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2] >> k % 2 * 16)
-                    * wide(*(const uint16_t *)at);
-            }
-        meet(warp.barrier, 32);
-    }
+    for (int s = 0; s < 4; s++)
+        for (int n = 0; n < MT; n++) {
+            auto two = [&](int at) { return *(const u32 *)(fiber.tile + (n * 8 + g) * 128 + (at ^ g) * 16 + t * 4); };
+            mma(c[n], fiber.a[s], two(s * 2), two(s * 2 + 1));
+        }
 }
 #include "../colab_kit/nf4_parts.cu"
 #include "../colab_kit/nf4.cu"

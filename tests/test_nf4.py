@@ -60,7 +60,7 @@ def assert_right(result, packed, states, x, update=0, wide=0):
 
 
 def all_variants():
-    return list(dict.fromkeys(v for all in (AMPERE, HOPPER) for some in all.values() for v in some))
+    return list(dict.fromkeys(v for lists in (AMPERE, HOPPER) for some in lists.values() for v in some))
 
 
 def off(result, truth):
@@ -93,7 +93,7 @@ def pointer(tensor):
 
 def run_emulated(library, x, packed, states, variant, split, adapter=None, adapters=None, together=(0, 1)):
     weight, rows = nf4.weight(packed, states), x.shape[0]
-    split = split if variant.WGMMA == 2 else abs(split)
+    split = split if variant.prepared else abs(split)
     grid, tiles = variant.grid(rows, weight.n, weight.k, split), variant.tiles(rows, weight.n)
     out = torch.full((rows, weight.n), float("nan"), dtype=x.dtype)
     partial = torch.full((variant.workspace(grid, split),), float("nan"))
@@ -101,8 +101,8 @@ def run_emulated(library, x, packed, states, variant, split, adapter=None, adapt
     h, b, rank, ready, operand = None, None, 0, None, x
     if adapter:
         (h, ready), b, rank = shrunk(library, x, weight, variant, adapter, adapters), adapter.b, adapter.rank
-    if variant.WGMMA == 2:
-        operand, shape = nf4.prepared(variant, x)
+    if variant.prepared:
+        operand, shape = nf4.room_for_x(variant, x)
         library.launch_prepare(pointer(x), pointer(operand), rows, weight.k, x.stride(0), *shape)
     pointers = [pointer(operand), pointer(packed), ctypes.byref(weight.fixed), pointer(out), pointer(partial)]
     sizes = [len(states), rows, weight.n, weight.k, x.stride(0)]
@@ -305,7 +305,7 @@ def test_on_the_gpu_it_is_as_exact_and_repeatable_also_in_a_graph(rows, dtype):
     truth = exact(packed, states, x)
     theirs = matmul_4bit(x, packed[: 300 * 544].t(), states[0])
     for variant in nf4_variants.variants(rows, dtype == torch.float16, torch.cuda.get_device_capability()):
-        for split in (1, 2, 3, *(-5, -40)[: variant.WGMMA // 2 * 2]):
+        for split in (1, 2, 3, *((-5, -40) if variant.prepared else ())):
             ours = nf4.matmul(x, weight, variant, split)
             assert off(ours[:, :300], truth[:, :300]) <= off(theirs, truth[:, :300]) * 1.02
             assert_right(ours, packed, states, x)
@@ -331,7 +331,7 @@ def test_on_the_gpu_an_adapters_update_is_exact_and_repeatable_also_in_a_graph(r
     truth = exact(packed, states, x) + updates(x, a, b, slots)[0]
     unit = 2**-8 if dtype == torch.bfloat16 else 2**-11
     for variant in nf4_variants.variants(rows, dtype == torch.float16, torch.cuda.get_device_capability()):
-        for split in (1, 3, *(-70, -132)[: variant.WGMMA // 2 * 2]):
+        for split in (1, 3, *((-70, -132) if variant.prepared else ())):
             ours = nf4.matmul(x, weight, variant, split, adapter, slots)
             assert off(ours, truth) < unit
             graph = torch.cuda.CUDAGraph()
