@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) nf4_matmul(
         values[i] = pack(fixed.code[byte >> 4] * factor, fixed.code[byte & 15] * factor);
     }
     u64 *arrived = (u64 *)(shared + ARRIVED);
-    const u32 lane4 = lane * 4;
+    const u32 table = table_of_lane(shared, lane);
     for (bool first = true; unit < end; first = false) {
         const Part of = part_at(unit, units, M, K, streams);
         const int from = of.from, count = of.count;
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) nf4_matmul(
         const u8 *tiles = (const u8 *)x + ((i64)(of.first_m / BATCH) * groups_of(K) + from / GROUP) * STAGE;
         auto copy_x = [&](int block, int stage) {
             const u8 *from_x = tiles + (i64)(block / GROUP) * STAGE;
-            if (tid == 0 && block < count) copy(xs + stage * STAGE, from_x, STAGE, arrived + stage);
+            if (tid == 0 && block < count) copy(xs + stage * SECOND, from_x, STAGE, arrived + stage);
         };
 #else  // A warp copies 64 values of 4 rows of x at a time, a lane 8 of them. `block`: the first of the four for `stage`.
         const int chunk = lane & 7, rows_of_block = BATCH / 4;
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) nf4_matmul(
 #pragma unroll
             for (int j = 0; j < COPIES; j++) {
                 if (BATCH % WARPS && unit_of(j) >= BATCH) continue;
-                u8 *to = xs + stage * STAGE + (block_of(j) * BATCH + row_of(j)) * ROW_X;
+                u8 *to = xs + stage * SECOND + (block_of(j) * BATCH + row_of(j)) * ROW_X;
                 put_x(to, row_of(j), chunk, some[j]);
             }
 #if WGMMA
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) nf4_matmul(
 #pragma unroll
         for (int i = 0; i < ENTRIES * 8; i++) {
             const u32 v = values[i / 8], byte = min(tid + i / 8 * THREADS, 255);
-            if (first) *(uint4 *)(shared + byte * UNIT + ((i + tid) & 7) * 16) = make_uint4(v, v, v, v);
+            if (first) *(uint4 *)(shared + TABLE_AT + byte * UNIT + ((i + tid) & 7) * 16) = make_uint4(v, v, v, v);
         }
         put_scales(0, turn & 1);
 #if PREPARED
@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) nf4_matmul(
             if (block % 2) load_packed(both, i, GROUP * 32 + block / 2 * 64, left - GROUP - block / 2 * 2);
 #pragma unroll
             for (int s = 0; s < 8; s++)
-                a[s / 2][i % 2 + s % 2 * 2] = *(const u32 *)(shared + entry(s < 4 ? v.x : v.y, s % 4, lane4));
+                a[s / 2][i % 2 + s % 2 * 2] = two_values(shared, table, s < 4 ? v.x : v.y, s % 4);
         };
 #if WGMMA
         u32 a[2][4][4];
@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) nf4_matmul(
 #pragma unroll  // a tile of 16 rows and 64 values at a time; the next one is unpacked while it is multiplied
             for (int i = 0; i < GROUP * R; i++) {
                 const int r = i % R, next = (i + 1) % (GROUP * R);
-                begin_product(c, a[i % 2], xs + now * STAGE + i / R * BATCH * ROW_X);
+                begin_product(c, a[i % 2], xs + now * SECOND + i / R * BATCH * ROW_X);
                 if (!PREPARED && i == 0) copy_x(count - left + GROUP, now ^ 1);
 #pragma unroll
                 for (int j = 0; j < 2; j++) unpack(next / R, next % R * 2 + j, left, a[next % 2]);
@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) nf4_matmul(
                     sum[r][j / 4][j % 4] = __fmaf_rn(c[j / 4][j % 4], scale[j % 4 / 2], sum[r][j / 4][j % 4]);
             }
 #else
-            const u8 *p_side = xs + at + now * STAGE, *q_side = xs + (at ^ 64) + now * STAGE;
+            const u8 *p_side = xs + at + now * SECOND, *q_side = xs + (at ^ 64) + now * SECOND;
 #pragma unroll  // and no more: the loop is to fit into the cache of instructions
             for (int block = 0; block < GROUP; block++) {
                 uint4 p[MT], q[MT];

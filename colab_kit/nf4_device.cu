@@ -11,13 +11,21 @@ struct Fixed { Shard shards[8]; float code[16]; };  // nf4.Fixed: an argument, f
 constexpr int THREADS = WARPS * 32, ROWS = WARPS * R * 16, BATCH = MT * 8, GROUP = 4;
 // Rows of W a lane; rows of x that a warp copies, bytes' entries of the table that a thread makes.
 constexpr int OWN = R * 2, COPIES = (BATCH + WARPS - 1) / WARPS, ENTRIES = (255 + THREADS) / THREADS;
-// Shared memory: a byte's entry of the table, 128 bytes of each 256, once a bank. x, a row's 64 values of a block next to
-// each other, in the other 128, or behind the table for wgmma, which takes rows that follow one another.
+// Shared memory: the table, an entry of 256 bytes for each byte of W, of which 128 hold its two values, once a bank. x, a
+// row's 64 values of a block next to each other, in the other 128, or for wgmma, whose rows follow one another, elsewhere;
+// two stages of it. The scales, OWN a lane, in two stages as x; the rows' addresses of them; two barriers for x.
 constexpr int UNIT = 256, TABLE = 256 * UNIT, ROW_X = WGMMA ? 128 : UNIT, STAGE = GROUP * BATCH * ROW_X;
-constexpr int X = WGMMA ? TABLE : UNIT / 2;
-// Then the scales, OWN a lane, in two stages as x, and the rows' addresses of them.
+constexpr int SMALL = 2 * OWN * THREADS * 4 + ROWS * 8 + 16;
+#if ALIGNED  // the table's address is a multiple of its size (1,024 bytes before `shared` are the driver's)
+constexpr int TABLE_AT = TABLE - 1024, BEHIND = 2 * TABLE;
+constexpr bool BELOW = 2 * STAGE + SMALL <= TABLE_AT;  // there is room before it
+constexpr int X = WGMMA ? 0 : TABLE_AT + UNIT / 2, SECOND = !WGMMA || BELOW ? STAGE : BEHIND;  // x, and its second stage
+constexpr int SCALES = !WGMMA ? 0 : BELOW ? 2 * STAGE : STAGE;
+#else
+constexpr int TABLE_AT = 0, X = WGMMA ? TABLE : UNIT / 2, SECOND = STAGE;
 constexpr int SCALES = WGMMA ? TABLE + 2 * STAGE : 2 * STAGE > TABLE ? 2 * STAGE : TABLE;
-constexpr int PLACES = SCALES + 2 * OWN * THREADS * 4, ARRIVED = PLACES + ROWS * 8;  // and, of wgmma's x, two barriers
+#endif
+constexpr int PLACES = SCALES + 2 * OWN * THREADS * 4, ARRIVED = PLACES + ROWS * 8;
 struct alignas(R * 4) Column { u32 two[R]; };  // a lane's rows in a row of Y
 
 // Which 8 bytes of a row's 64-block of W lane t of a quad has, and which lane has those of a number.
@@ -127,8 +135,25 @@ __device__ void await_copy(u64 *barrier, int phase) {
 }
 #endif
 
-__device__ u32 entry(u32 v, int byte, u32 lane4) {  // where v's byte is in the table, for this lane's bank
-    return __byte_perm(v, lane4, 0x5504 | byte << 4);
+// The table for this lane's bank, and of a byte of v its two values (volatile: not before the barrier behind which they are
+// there).
+__device__ u32 table_of_lane(const u8 *shared, int lane) {
+    const u32 at = (u32)__cvta_generic_to_shared(shared) + TABLE_AT;
+#if ALIGNED  // its upper two bytes, but one further down
+    return at >> 8 | lane * 4;
+#else
+    return at + lane * 4;
+#endif
+}
+__device__ u32 two_values(const u8 *, u32 table, u32 v, int byte) {
+#if ALIGNED
+    const u32 at = __byte_perm(v, table, 0x6504 | byte << 4);
+#else
+    const u32 at = table + __byte_perm(v, 0, 0x4404 | byte << 4);
+#endif
+    u32 both;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(both) : "r"(at));
+    return both;
 }
 
 __device__ uint4 stream(const u8 *address) {  // read once: not kept in L1

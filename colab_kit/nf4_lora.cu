@@ -4,7 +4,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) lora_shrink(
     const u16 *x, const u16 *const *lora_a, u16 *h, float *partial, int *counters, const int *adapters, int slices,
     int rank, int M, int K, int stride, int *ready) {
     SHARED;
-    float(*sums)[16 * BATCH] = (float(*)[16 * BATCH])shared;
+    constexpr int LANES = MT * 32;  // of a tile, a lane of mma's result each
+    float4(*sums)[LANES] = (float4(*)[LANES])shared;
     int &last = *(int *)(sums + WARPS);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
     int *done = ready + blockIdx.z * gridDim.x + blockIdx.x;  // for nf4_matmul, which may begin as soon as it is 0
@@ -32,16 +33,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) lora_shrink(
         }
     }
 #pragma unroll
-    for (int n = 0; n < MT; n++)  // [row of X][row of A]
-#pragma unroll
-        for (int i = 0; i < 4; i++) sums[warp][(n * 8 + t * 2 + i % 2) * 16 + g + i / 2 * 8] = c[n][i];
+    for (int n = 0; n < MT; n++) sums[warp][n * 32 + lane] = make_float4(c[n][0], c[n][1], c[n][2], c[n][3]);
     __syncthreads();
+    auto add = [](float4 &to, float4 v) { to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w; };
     const int at = blockIdx.z * gridDim.x + blockIdx.x, parts = gridDim.y;
-    float *place = partial + (i64)at * parts * 16 * BATCH;
-    for (int i = tid; i < 16 * BATCH; i += THREADS) {
-        float sum = 0.f;
-        for (int j = 0; j < WARPS; j++) sum += sums[j][i];
-        place[blockIdx.y * 16 * BATCH + i] = sum;
+    float4 *place = (float4 *)partial + (i64)at * parts * LANES;
+    for (int i = tid; i < LANES; i += THREADS) {
+        float4 sum = {};
+#pragma unroll
+        for (int j = 0; j < WARPS; j++) add(sum, sums[j][i]);
+        __stcg(place + blockIdx.y * LANES + i, sum);
     }
     __threadfence();
     __syncthreads();
@@ -49,12 +50,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) lora_shrink(
     __syncthreads();
     if (!last) return;
     __threadfence();
-    for (int i = tid; i < 16 * BATCH; i += THREADS) {
-        const int m = first_m + i / 16;
-        if (m >= M) continue;
-        float sum = 0.f;
-        for (int j = 0; j < parts; j++) sum += __ldcg(place + j * 16 * BATCH + i);
-        h[(i64)m * slices * rank + tile + i % 16] = (u16)pack(adapters[m] < 0 ? 0.f : sum, 0.f);
+    for (int i = tid; i < LANES; i += THREADS) {
+        float4 sum = {};
+#pragma unroll(8)
+        for (int j = 0; j < parts; j++) add(sum, __ldcg(place + j * LANES + i));
+        const int m = first_m + i / 32 * 8 + t * 2;  // tid and i are the same lane's
+        const float both[2][2] = {{sum.x, sum.z}, {sum.y, sum.w}};
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if (m + e / 2 < M)
+                h[(i64)(m + e / 2) * slices * rank + tile + g + e % 2 * 8] =
+                    (u16)pack(adapters[m + e / 2] < 0 ? 0.f : both[e / 2][e % 2], 0.f);
     }
     __threadfence();
     __syncthreads();

@@ -24,6 +24,8 @@ class Variant:
     RESIDENT: int = 1
     WGMMA: int = 0
     """0: mma; 1: wgmma, which only Hopper has; 2: and x as prepare_x has left it, which pays for large products"""
+    ALIGNED: int = 0
+    """1: the table's address is a multiple of 64 KiB: an addition less for each two values of W, more memory"""
     HALF: int = 0
 
     @property
@@ -38,10 +40,12 @@ class Variant:
 
     @property
     def shared(self) -> int:
-        """bytes: 256 for each entry of the table and each 128 of x, which share them but for wgmma; the scales and
-        their addresses"""
-        x = 8 * self.MT * 8
-        return (256 * 256 + 128 * x if self.WGMMA else 256 * max(256, x)) + self.rows * 40 + 16
+        """bytes (nf4_device.cu has the order)"""
+        table, stage, small = 256 * 256, 4 * self.MT * 8 * (128 if self.WGMMA else 256), self.rows * 40 + 16
+        if self.ALIGNED:
+            below = not self.WGMMA or 2 * stage + small <= table - 1024
+            return 2 * table + (-1024 if below else stage)
+        return (table + 2 * stage if self.WGMMA else max(table, 2 * stage)) + small
 
     @property
     def taken(self) -> int:

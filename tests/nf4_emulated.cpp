@@ -118,7 +118,6 @@ static uint32_t narrow(float f) {
 #endif
 }
 static uint32_t pack(float low, float high) { return narrow(low) | narrow(high) << 16; }
-static uint32_t entry(uint32_t v, int byte, uint32_t lane4) { return (v >> byte * 8 & 255) * 256 + lane4; }
 static uint4 stream(const uint8_t *p) {
     uint4 v;
     memcpy(&v, p, 16);
@@ -140,6 +139,10 @@ static void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
 }
 
 #include "../colab_kit/nf4_device.cu"
+static u32 table_of_lane(const u8 *, int lane) { return lane * 4; }
+static u32 two_values(const u8 *shared, u32 table, u32 v, int byte) {
+    return *(const u32 *)(shared + TABLE_AT + (v >> byte * 8 & 255) * UNIT + table);
+}
 static void show_to_wgmma() {}
 static void start_barriers(u64 *) {}
 // What is copied comes when somebody awaits it; until then there are NaNs.

@@ -137,7 +137,8 @@ def shrunk(library, x, weight, variant, adapter, adapters):
 SMALL = [
     Variant(1, 1, 2), Variant(2, 2, 1), Variant(2, 1, 2, HALF=1), Variant(1, 2, 3, HALF=1),
     Variant(1, 2, 2), Variant(4, 2, 1, HALF=1), Variant(2, 2, 3), Variant(4, 1, 3, HALF=1),
-    Variant(8, 2, 4, WGMMA=2, HALF=1), Variant(2, 1, 4, WGMMA=1), Variant(1, 2, 4, WGMMA=2),
+    Variant(8, 2, 4, WGMMA=2, HALF=1), Variant(2, 1, 4, WGMMA=1), Variant(1, 2, 4, WGMMA=2, ALIGNED=1),
+    Variant(8, 1, 4, WGMMA=2, ALIGNED=1), Variant(2, 2, 3, ALIGNED=1, HALF=1),
 ]  # fmt: skip
 
 
