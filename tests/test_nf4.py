@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from colab_kit import nf4, nf4_variants, nvrtc, products
 from colab_kit.nf4_variants import AMPERE, HOPPER, Variant
 
+FAST = Variant(1, 1, 8, 2)
 FEW = settings(max_examples=12, deadline=None)
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DTYPES = (torch.bfloat16, torch.float16)
@@ -345,6 +346,24 @@ def test_on_the_gpu_an_adapters_update_is_exact_and_repeatable_also_in_a_graph(r
     assert not weight.counters.any() and not adapter.counters.any()
 
 
+def test_what_an_adapter_adds_is_known_apart_from_the_kernel(monkeypatch):
+    packed, states = quantized([32, 16], 64, 0)
+    x, base = torch.randn(5, 64).bfloat16(), exact(packed, states, torch.zeros(5, 64))
+
+    def matmul(x, weight, variant, split, adapter=None, slots=None):
+        if adapter is None:
+            return base
+        seen.append((adapter.rank, slots.tolist()))
+        return base + 1
+
+    seen = []
+    monkeypatch.setattr(products, "matmul", matmul)
+    ours, right = products.adapted(x, nf4.weight(packed, states), FAST, 1, torch.Generator().manual_seed(0))
+    assert seen == [(32, [0, -1, 0, -1, 0])]
+    assert (ours == base + 1).all() and (right[1::2] == base[1::2]).all()
+    assert right[::2].std() == pytest.approx(32**0.5, rel=0.3)
+
+
 @gpu
 def test_the_choice_is_made_once_and_said():
     chooser, layer = products.Products(), SimpleNamespace()
@@ -360,15 +379,13 @@ def test_the_choice_is_made_once_and_said():
     assert "times as fast" in chooser.summary()
 
 
-FAST = Variant(1, 1, 8, 2)
-
-
 @pytest.mark.parametrize(
     ("times", "result", "said"),
     [
         ((2e-5, 1e-5), 1.0, "the kit's kernel, 2.0 to 2.0 times as fast as bitsandbytes; else bitsandbytes"),
         ((1e-5, 2e-5), 1.0, "8 x 64 with 33 to 64 rows: 10 against 20 microseconds"),
-        ((2e-5, 1e-5), 1.1, "8 x 64 with 1 row: the kernel's result is off by 10.0%"),
+        ((2e-5, 1e-5), 1.1, "8 x 64 with 1 row: its result is off by 10.0%"),
+        ((2e-5, 1e-5, 1.1), 1.0, "8 x 64 with 17 to 32 rows: its result with an adapter is off by 10.0%"),
         (
             (2e-5, OSError("no NVRTC")),
             1.0,
@@ -385,6 +402,8 @@ def test_the_faster_product_is_taken_if_it_agrees_and_the_reason_is_said(times, 
     monkeypatch.setattr(products, "seconds", lambda call: times[0])
     monkeypatch.setattr(products, "timings", timings)
     monkeypatch.setattr(products, "matmul", lambda x, weight, variant, split: torch.full((x.shape[0], 8), result))
+    updated = torch.full((2, 8), times[2] if len(times) > 2 else 1.0)
+    monkeypatch.setattr(products, "adapted", lambda *_: (updated, torch.ones(2, 8)))
     chooser = products.Products()
     mine = nf4.weight(*quantized([8], 64, 0))
     best = chooser.choose(torch.zeros(3, 64), mine, lambda x: torch.ones(x.shape[0], 8))
@@ -403,6 +422,7 @@ def test_after_a_failure_no_gain_is_claimed(monkeypatch):
     monkeypatch.setattr(products, "seconds", lambda call: 2e-5)
     monkeypatch.setattr(products, "timings", timings)
     monkeypatch.setattr(products, "matmul", lambda x, weight, variant, split: torch.ones(x.shape[0], 8))
+    monkeypatch.setattr(products, "adapted", lambda *_: (torch.ones(2, 8), torch.ones(2, 8)))
     mine = nf4.weight(*quantized([8], 64, 0))
     assert chooser.choose(torch.zeros(3, 64), mine, lambda x: torch.ones(x.shape[0], 8)) == [None] * 6
     assert not chooser.enabled
