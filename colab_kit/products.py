@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from .nf4 import Weight, adapter, binary, matmul, unsupported, weight
+from .nf4 import Adapter, Weight, adapter, binary, matmul, unsupported, weight
 from .nf4_variants import Variant, splits, variants
 
 BATCHES = (range(1, 2), range(2, 9), range(9, 17), range(17, 33), range(33, 65), range(65, 129))
@@ -26,7 +26,7 @@ class Products:
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
         self.chosen: dict[tuple, list[tuple[Variant, int] | None]] = {}
-        """by (N, K, dtype): for each of BATCHES the kernel's variant and split, or None: bitsandbytes"""
+        """by (N, K, dtype, adapter's rank): for each of BATCHES the kernel's variant and split; None: bitsandbytes"""
         self.gains: list[float] = []
         """how many times as fast the kernel was, where it was chosen"""
         self.others: dict[str, None] = {}
@@ -34,7 +34,7 @@ class Products:
         self.loaded = False
         """the load has said what was chosen; what is chosen afterwards (without CUDA graphs) is printed"""
         self.update: tuple | None = None
-        """(adapter, slots of the rows): to be added by the next product, which sets it to None if it did"""
+        """The next layer's adapter and its rows' slots (None: no row has it); whoever adds it sets this to None"""
 
     def summary(self) -> str | None:
         """What was chosen, in a sentence; None if there was nothing to choose."""
@@ -61,36 +61,39 @@ class Products:
         mine = layer.nf4_weight
         if mine is None:
             return other(x)
-        key = (mine.n, mine.k, x.dtype)
+        given, slots = self.update or (None, None)
+        if given and len(given.a) != len(mine.states):
+            given = slots = None
+        key = (mine.n, mine.k, x.dtype, given.rank if given else 0)
         if key not in self.chosen:
             if capturing:
                 return other(x)  # nothing can be timed in here; vLLM runs every size once before it captures it
-            self.chosen[key] = self.choose(x, mine, other)
+            self.chosen[key] = self.choose(x, mine, other, given)
             if self.loaded:
                 print(self.summary())
         best = self.chosen[key][next(i for i, batch in enumerate(BATCHES) if rows in batch)]
         if not best:
             return other(x)
-        if self.update and len(self.update[0].a) != len(mine.states):
+        if slots is None:
             return matmul(x, mine, *best)
-        update, self.update = self.update or (None, None), None
-        return matmul(x, mine, *best, *update)
+        self.update = None
+        return matmul(x, mine, *best, given, slots)
 
     def update_of(self, layer: Any, x: Any) -> tuple | None:
-        """What vLLM's LoRA layer would add for x (rows, K); None if nothing, or nothing that nf4.cu can add."""
+        """vLLM's LoRA layer's adapter and the slots of x's rows (rows, K), or None for the slots if no row has it; None
+        if nf4.cu can't add it."""
         import torch
 
         if not self.enabled or not x.is_cuda or x.dim() != 2:
-            return None
-        slots = layer.punica_wrapper.token_mapping_meta
-        if slots.no_lora_flag_cpu.item():
             return None
         if not hasattr(layer, "nf4_adapter"):
             if torch.cuda.is_current_stream_capturing():
                 return None
             matrices = [[stacked[0, 0] for stacked in some] for some in (layer.lora_a_stacked, layer.lora_b_stacked)]
             layer.nf4_adapter = adapter(*matrices)
-        return (layer.nf4_adapter, slots.token_lora_mapping) if layer.nf4_adapter else None
+        meta = layer.punica_wrapper.token_mapping_meta
+        slots = None if meta.no_lora_flag_cpu.item() else meta.token_lora_mapping
+        return (layer.nf4_adapter, slots) if layer.nf4_adapter else None
 
     def expect(self, dtype: Any) -> None:
         """A 4-bit model of this dtype is about to be loaded: compile what it may need meanwhile."""
@@ -109,8 +112,11 @@ class Products:
             self.others[reason] = None
         return None if reason else weight(packed, states)
 
-    def choose(self, x: Any, mine: Weight, other: Callable[[Any], Any]) -> list[tuple[Variant, int] | None]:
-        """For each of BATCHES. A kernel that fails, or whose result is another, is never taken."""
+    def choose(
+        self, x: Any, mine: Weight, other: Callable[[Any], Any], given: Adapter | None = None
+    ) -> list[tuple[Variant, int] | None]:
+        """For each of BATCHES the kernel that is the fastest with the layer's adapter, if it has one, and without it
+        faster than bitsandbytes. One that fails, or whose result is another, is never taken."""
         import torch
 
         # A warm-up's x may be zeros, which show nothing. The global generators are left alone.
@@ -121,12 +127,12 @@ class Products:
             try:
                 trial = torch.randn(batch.start, mine.k, dtype=x.dtype, device=x.device, generator=generator)
                 usual = seconds(functools.partial(other, trial))
-                times = timings(trial, mine)
+                times = timings(trial, mine, given)
                 fastest = min(times, key=times.get)
-                pairs = {
-                    "": (matmul(trial, mine, *fastest).float(), other(trial).float()),
-                    " with an adapter": adapted(trial, mine, *fastest, generator),
-                }
+                own = seconds(functools.partial(matmul, trial, mine, *fastest)) if given else times[fastest]
+                pairs = {"": (matmul(trial, mine, *fastest).float(), other(trial).float())}
+                if given:
+                    pairs[" with an adapter"] = adapted(trial, mine, *fastest, given.rank, generator)
                 gaps = {what: ((a - b).norm() / b.norm().clamp_min(1e-30)).item() for what, (a, b) in pairs.items()}
             except Exception as error:  # of the compiler, the driver or the card: decoding goes on without
                 self.enabled = False
@@ -136,18 +142,18 @@ class Products:
             reason = next(
                 (f"its result{what} is off by {gap:.1%}" for what, gap in gaps.items() if not gap < 0.02), None
             )
-            if not reason and times[fastest] >= usual:
-                reason = f"{usual * 1e6:.0f} against {times[fastest] * 1e6:.0f} microseconds"
+            if not reason and own >= usual:
+                reason = f"{usual * 1e6:.0f} against {own * 1e6:.0f} microseconds"
             if reason:
                 self.others[f"{where}: {reason}"] = None
             else:
-                self.gains.append(usual / times[fastest])
+                self.gains.append(usual / own)
             best.append(None if reason else fastest)
         torch.cuda.empty_cache()
         return best
 
 
-def adapted(x: Any, weight: Weight, variant: Variant, split: int, generator: Any) -> tuple[Any, Any]:
+def adapted(x: Any, weight: Weight, variant: Variant, split: int, rank: int, generator: Any) -> tuple[Any, Any]:
     """The kernel's product of x (rows, K) with a random adapter that every second row has, and what it is to be, by
     torch: (rows, N) each, float32. Its own product without an adapter counts as right here."""
     import torch
@@ -155,14 +161,12 @@ def adapted(x: Any, weight: Weight, variant: Variant, split: int, generator: Any
     def draw(*shape: int) -> Any:
         return torch.randn(*shape, dtype=x.dtype, device=x.device, generator=generator)
 
-    a = [draw(32, weight.k) / weight.k**0.5 for _ in weight.states]
-    b = [draw(state.shape[0], 32) for state in weight.states]
+    a = [draw(rank, weight.k) / weight.k**0.5 for _ in weight.states]
+    b = [draw(state.shape[0], rank) for state in weight.states]
     slots = -(torch.arange(len(x), dtype=torch.int32, device=x.device) % 2)
     right = matmul(x, weight, variant, split).float()
-    if not (some := adapter(a, b)):
-        return right, right
     update = torch.cat([x.float() @ m.float().T @ n.float().T for m, n in zip(a, b, strict=True)], dim=1)
-    return matmul(x, weight, variant, split, some, slots).float(), right + update * (slots >= 0)[:, None]
+    return matmul(x, weight, variant, split, adapter(a, b), slots).float(), right + update * (slots >= 0)[:, None]
 
 
 def seconds(call: Callable[[], Any], repeats: int = 7, calls: int = 4) -> float:
@@ -209,13 +213,14 @@ def replay(call: Callable[[], Any], repeats: int, calls: int) -> float:
     return statistics.median(times[2:])
 
 
-def timings(x: Any, weight: Weight) -> dict[tuple[Variant, int], float]:
-    """Seconds of each (variant, split) that may be the fastest for this x and weight."""
+def timings(x: Any, weight: Weight, given: Adapter | None = None) -> dict[tuple[Variant, int], float]:
+    """Seconds of each (variant, split) that may be the fastest for this x and weight, with an adapter for every row."""
     import torch
 
     rows, half, card = x.shape[0], x.dtype == torch.float16, torch.cuda.get_device_properties(x.device)
+    update = (given, torch.zeros(rows, dtype=torch.int32, device=x.device)) if given else ()
     return {
-        (variant, split): seconds(functools.partial(matmul, x, weight, variant, split))
+        (variant, split): seconds(functools.partial(matmul, x, weight, variant, split, *update))
         for variant in variants(rows, half, (card.major, card.minor))
         if variant.taken <= card.shared_memory_per_block_optin
         for split in splits(variant, rows, weight.n, weight.k, card.multi_processor_count)

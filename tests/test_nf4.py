@@ -358,24 +358,31 @@ def test_what_an_adapter_adds_is_known_apart_from_the_kernel(monkeypatch):
 
     seen = []
     monkeypatch.setattr(products, "matmul", matmul)
-    ours, right = products.adapted(x, nf4.weight(packed, states), FAST, 1, torch.Generator().manual_seed(0))
-    assert seen == [(32, [0, -1, 0, -1, 0])]
+    ours, right = products.adapted(x, nf4.weight(packed, states), FAST, 1, 64, torch.Generator().manual_seed(0))
+    assert seen == [(64, [0, -1, 0, -1, 0])]
     assert (ours == base + 1).all() and (right[1::2] == base[1::2]).all()
-    assert right[::2].std() == pytest.approx(32**0.5, rel=0.3)
+    assert right[::2].std() == pytest.approx(64**0.5, rel=0.3)
 
 
 @gpu
-def test_the_choice_is_made_once_and_said():
+@pytest.mark.parametrize("rank", [0, 32])
+def test_the_choice_is_made_once_and_said(rank):
     chooser, layer = products.Products(), SimpleNamespace()
     packed, states = quantized([4096], 4096, 1, "cuda")
     x = torch.randn(16, 4096, device="cuda").bfloat16()
+    a, b = (torch.randn(*shape, device="cuda").bfloat16() / 64 for shape in ((32, 4096), (4096, 32)))
 
     def theirs(x):
         return matmul_4bit(x, packed.t(), states[0])
 
-    for _ in range(2):
-        assert off(chooser.apply(layer, x, packed, states, theirs), theirs(x).double()) < 5e-3
-    assert list(chooser.chosen) == [(4096, 4096, torch.bfloat16)]
+    for slots in (None, torch.zeros(16, dtype=torch.int32, device="cuda")):
+        if rank:
+            chooser.update = (nf4.adapter([a], [b]), slots)
+        added = updates(x, [a], [b], slots)[0] if rank and slots is not None else 0
+        ours = chooser.apply(layer, x, packed, states, theirs)
+        assert off(ours, theirs(x).double() + added) < 5e-3
+        assert (chooser.update is None) == (not rank or slots is not None), "whoever adds it says so"
+    assert list(chooser.chosen) == [(4096, 4096, torch.bfloat16, rank)]
     assert "times as fast" in chooser.summary()
 
 
@@ -394,27 +401,41 @@ def test_the_choice_is_made_once_and_said():
     ],
 )
 def test_the_faster_product_is_taken_if_it_agrees_and_the_reason_is_said(times, result, said, monkeypatch):
-    def timings(x, weight):
+    def timings(x, weight, given):
         if isinstance(times[1], Exception):
             raise times[1]
         return {(FAST, 1): times[1], (FAST, 2): 1.0}
 
-    monkeypatch.setattr(products, "seconds", lambda call: times[0])
+    def theirs(x):
+        return torch.ones(x.shape[0], 8)
+
+    monkeypatch.setattr(products, "seconds", lambda call: times[0 if call.func is theirs else 1])
     monkeypatch.setattr(products, "timings", timings)
     monkeypatch.setattr(products, "matmul", lambda x, weight, variant, split: torch.full((x.shape[0], 8), result))
     updated = torch.full((2, 8), times[2] if len(times) > 2 else 1.0)
     monkeypatch.setattr(products, "adapted", lambda *_: (updated, torch.ones(2, 8)))
     chooser = products.Products()
     mine = nf4.weight(*quantized([8], 64, 0))
-    best = chooser.choose(torch.zeros(3, 64), mine, lambda x: torch.ones(x.shape[0], 8))
+    best = chooser.choose(torch.zeros(3, 64), mine, theirs, SimpleNamespace(rank=32) if len(times) > 2 else None)
     assert best == [(FAST, 1) if times == (2e-5, 1e-5) and result == 1 else None] * 6
     assert said in chooser.summary()
+
+
+def test_a_layer_with_an_adapter_takes_the_kernel_that_is_the_fastest_with_it(monkeypatch):
+    alone, theirs = {1: 1e-5, 2: 2e-5}, lambda x: torch.ones(x.shape[0], 8)
+    monkeypatch.setattr(products, "seconds", lambda call: 4e-5 if call.func is theirs else alone[call.args[3]])
+    monkeypatch.setattr(products, "timings", lambda x, weight, given: {(FAST, 1): 9e-5, (FAST, 2): 3e-5})
+    monkeypatch.setattr(products, "matmul", lambda x, *_: torch.ones(x.shape[0], 8))
+    monkeypatch.setattr(products, "adapted", lambda *_: (torch.ones(2, 8), torch.ones(2, 8)))
+    chooser, mine = products.Products(), nf4.weight(*quantized([8], 64, 0))
+    assert chooser.choose(torch.zeros(3, 64), mine, theirs, SimpleNamespace(rank=32)) == [(FAST, 2)] * 6
+    assert chooser.gains == [2] * 6, "against bitsandbytes without the adapter, which then comes on top"
 
 
 def test_after_a_failure_no_gain_is_claimed(monkeypatch):
     chooser, calls = products.Products(), iter([1e-5, OSError("the card fell off")])
 
-    def timings(x, weight):
+    def timings(x, weight, given):
         if isinstance(found := next(calls), Exception):
             raise found
         return {(FAST, 1): found}
