@@ -87,14 +87,14 @@ AMPERE = {
     4: (Variant(4, 2, 8), Variant(4, 2, 7), Variant(4, 1, 8)),
 }
 HOPPER = {
-    1: (Variant(1, 2, 4, 2), Variant(1, 2, 7, ALIGNED=1), Variant(1, 2, 14, ALIGNED=1)),
-    2: (Variant(2, 2, 8, ALIGNED=1), Variant(2, 1, 8, 2, WGMMA=2), Variant(2, 1, 12, WGMMA=1, ALIGNED=1)),
+    1: (Variant(1, 2, 4, 2), Variant(1, 2, 7, ALIGNED=1), Variant(1, 2, 12), Variant(1, 2, 8, ALIGNED=1)),
+    2: (Variant(2, 2, 8, ALIGNED=1), Variant(2, 1, 8, 2, WGMMA=2), Variant(2, 1, 16, WGMMA=1, ALIGNED=1)),
     4: (
         Variant(4, 1, 12, WGMMA=1, ALIGNED=1),
         Variant(4, 2, 8, WGMMA=2, ALIGNED=1),
         Variant(4, 2, 12, WGMMA=2, ALIGNED=1),
     ),
-    8: (Variant(8, 1, 12, WGMMA=2, ALIGNED=1),),
+    8: (Variant(8, 1, 12, WGMMA=2, ALIGNED=1), Variant(8, 2, 8, WGMMA=2, ALIGNED=1)),
 }
 """by tiles of 8 rows of x; the fastest that fits the card's shared memory is chosen by measuring (AMPERE: and newer)"""
 
