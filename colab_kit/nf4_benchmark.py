@@ -111,13 +111,14 @@ def engine(model: str, batches: list[int], use: bool, tokens: int = 128) -> None
                     start = time.perf_counter()
                     generate(max_tokens=count)
                     took.append(time.perf_counter() - start)
+                step = (min(took[2:]) - min(took[:2])) / (tokens - 8)
                 row = f"| {'kernel' if use else 'bitsandbytes'} | {batch} | {'adapter' if adapter else 'base'} |"
-                print(row, f"{batch * tokens / min(took[2:]):.0f} tokens/s |", flush=True)
+                rates = f"{batch * tokens / min(took[2:]):.0f} tokens/s | {batch / step:.0f} without the prompt |"
+                print(row, rates, flush=True)
             parts = step_parts(generate)
-            step = 1e6 * (min(took[2:]) - min(took[:2])) / (tokens - 8)
-            parts["no kernel runs"] = step - sum(parts.values())
+            parts["no kernel runs"] = 1e6 * step - sum(parts.values())
             for part, microseconds in parts.items():
-                print(row, f"{part} | {microseconds:.0f} of {step:.0f} us a step |", flush=True)
+                print(row, f"{part} | {microseconds:.0f} of {1e6 * step:.0f} us a step |", flush=True)
 
 
 def step_parts(generate: Callable, counts: tuple[int, int] = (8, 40)) -> dict[str, float]:
