@@ -1,11 +1,20 @@
+// What a thread adds at a time: a lane's four values of mma's result, or one where that would leave most threads without.
+#if MT == 1
+typedef float Some;
+__device__ void add(float &to, float v) { to += v; }
+#else
+typedef float4 Some;
+__device__ void add(float4 &to, float4 v) { to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w; }
+#endif
+
 // H[M, slices x rank] = X[M, K] A^T, A [rank, K] a slice; zeros for rows of X whose adapter (`adapters`) is below 0.
 // A block takes 16 rows of A and a part of K, its warps every WARPS-th 32 values of it; the last block to come adds.
 extern "C" __global__ void __launch_bounds__(THREADS) lora_shrink(
     const u16 *x, const u16 *const *lora_a, u16 *h, float *partial, int *counters, const int *adapters, int slices,
     int rank, int M, int K, int stride, int *ready) {
     SHARED;
-    constexpr int LANES = MT * 32;  // of a tile, a lane of mma's result each
-    float4(*sums)[LANES] = (float4(*)[LANES])shared;
+    constexpr int WIDE = sizeof(Some) / 4, TILE = MT * 128 / WIDE;
+    Some(*sums)[TILE] = (Some(*)[TILE])shared;
     int &last = *(int *)(sums + WARPS);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
     int *done = ready + blockIdx.z * gridDim.x + blockIdx.x;  // for nf4_matmul, which may begin as soon as it is 0
@@ -33,16 +42,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) lora_shrink(
         }
     }
 #pragma unroll
-    for (int n = 0; n < MT; n++) sums[warp][n * 32 + lane] = make_float4(c[n][0], c[n][1], c[n][2], c[n][3]);
+    for (int n = 0; n < MT; n++) ((float4 *)sums[warp])[n * 32 + lane] = make_float4(c[n][0], c[n][1], c[n][2], c[n][3]);
     __syncthreads();
-    auto add = [](float4 &to, float4 v) { to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w; };
     const int at = blockIdx.z * gridDim.x + blockIdx.x, parts = gridDim.y;
-    float4 *place = (float4 *)partial + (i64)at * parts * LANES;
-    for (int i = tid; i < LANES; i += THREADS) {
-        float4 sum = {};
+    Some *place = (Some *)partial + (i64)at * parts * TILE;
+    for (int i = tid; i < TILE; i += THREADS) {
+        Some sum = {};
 #pragma unroll
         for (int j = 0; j < WARPS; j++) add(sum, sums[j][i]);
-        __stcg(place + blockIdx.y * LANES + i, sum);
+        __stcg(place + blockIdx.y * TILE + i, sum);
     }
     __threadfence();
     __syncthreads();
@@ -50,17 +58,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) lora_shrink(
     __syncthreads();
     if (!last) return;
     __threadfence();
-    for (int i = tid; i < LANES; i += THREADS) {
-        float4 sum = {};
+    for (int i = tid; i < TILE; i += THREADS) {
+        Some sum = {};
 #pragma unroll(8)
-        for (int j = 0; j < parts; j++) add(sum, __ldcg(place + j * LANES + i));
-        const int m = first_m + i / 32 * 8 + t * 2;  // tid and i are the same lane's
-        const float both[2][2] = {{sum.x, sum.z}, {sum.y, sum.w}};
+        for (int j = 0; j < parts; j++) add(sum, __ldcg(place + j * TILE + i));
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            if (m + e / 2 < M)
-                h[(i64)(m + e / 2) * slices * rank + tile + g + e % 2 * 8] =
-                    (u16)pack(adapters[m + e / 2] < 0 ? 0.f : both[e / 2][e % 2], 0.f);
+        for (int e = 0; e < WIDE; e++) {
+            const int v = i * WIDE + e, m = first_m + v / 128 * 8 + v / 4 % 4 * 2 + v % 2;  // lane v / 4's value v % 4
+            u16 *to = h + (i64)m * slices * rank + tile + v / 16 % 8 + v / 2 % 2 * 8;
+            if (m < M) *to = (u16)pack(adapters[m] < 0 ? 0.f : ((float *)&sum)[e], 0.f);
+        }
     }
     __threadfence();
     __syncthreads();

@@ -79,9 +79,8 @@ static int poll(const int *p) {
     return *p;
 }
 static int __popc(unsigned v) { return __builtin_popcount(v); }
-static void __stcg(float4 *p, float4 v) { *p = v; }
-static float4 __ldcg(const float4 *p) { return *p; }
-static float __ldcg(const float *p) { return *p; }
+template <class T> static void __stcg(T *p, T v) { *p = v; }
+template <class T> static T __ldcg(const T *p) { return *p; }
 template <class T> static T __ldg(const T *p) { return *p; }
 static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 static int min(int a, int b) { return std::min(a, b); }
