@@ -14,7 +14,7 @@ export COLAB_KIT_DASHBOARD=off PYTHONUNBUFFERED=1
 
 parts() { # "for how long" is measured where a part has run, otherwise (?) guessed
   cat <<'PARTS'
-soak 1290 ?
+soak 1340
 t4-kernels 85
 t4-trial 60
 t4-float16 200
