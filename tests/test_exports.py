@@ -195,7 +195,7 @@ def test_plain_vllm_quantizes_smollm2_and_gives_the_same_tokens_with_the_saved_a
     folder, prompts, expected = json.loads(child.stdout.splitlines()[-1])
     assert_plain_vllm_gives(
         expected, model=folder, prompts=prompts, max_tokens=32, adapter=str(tmp_path / "adapter"),
-        tie=0.13,  # bfloat16's step at logits from 16 on is 0.125
+        tie=0.26,  # bfloat16's step at logits from 16 on is 0.125; rounding two, twice, moves their gap by two at most
         dtype="bfloat16", quantization="bitsandbytes",
     )  # fmt: skip
 
