@@ -73,11 +73,15 @@ def in_fresh_process(arguments: list[str], standby: int, timeout: float) -> Iter
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
         stop = threading.Timer(timeout, process.kill)
         stop.start()
-        for line in process.stdout:
-            if line.startswith("RESULT "):
-                yield json.loads(line[7:])
-        code, in_time = process.wait(), stop.is_alive()
-        stop.cancel()
+        try:
+            for line in process.stdout:
+                if line.startswith("RESULT "):
+                    yield json.loads(line[7:])
+            code, in_time = process.wait(), stop.is_alive()
+        finally:  # also when the user stops it: none is left that holds the card
+            stop.cancel()
+            process.kill()
+            process.wait()
         if code:
             errors.seek(0)
             why = "\n".join(errors.read().strip().splitlines()[-3:])[-400:]

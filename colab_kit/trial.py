@@ -57,6 +57,7 @@ def trial(key: str, seconds: float = SECONDS) -> tuple[list[tuple[str, str, str]
     finally:
         timer.cancel()
         process.kill()
+        process.wait()
     if code and not any(problem for *_, problem in found):
         after = f"after {found[-1][0]!r}" if found else "at once"
         late = time.monotonic() - start >= seconds

@@ -1,6 +1,14 @@
 """The trial on this very machine: all that a run does, by a real small engine, or exactly what failed."""
 
+import os
+import signal
+import threading
+
+import psutil
+import pytest
+
 import colab_kit as kit
+from colab_kit.benchmark import in_fresh_process as benchmark
 from colab_kit.trial import trial
 
 CHECKS = ["engine", "generating", "sleep", "wake", "training step", "10 cycles"]
@@ -34,6 +42,21 @@ def test_a_trial_that_hangs_is_ended_and_said_to_be(capsys):
     found, report = trial("cpu", seconds=0.5)
     assert found[-1][1] == "ended at once" and "not done in 0.5 s" in found[-1][2]
     assert "FAILED  trial" in report
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda: trial("cpu"), lambda: list(benchmark(["measure", "--model", "tiny_llama"], standby=1, timeout=900))],
+    ids=["trial", "benchmark"],
+)
+def test_the_stop_button_leaves_no_process_that_holds_the_card(call):
+    before, threads = psutil.Process().children(), threading.active_count()
+    timer = threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT))  # to the kernel alone, not to its children
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    timer.join()
+    assert psutil.Process().children() == before and threading.active_count() == threads
 
 
 def test_it_does_not_compete_with_an_engine_that_is_loaded(tiny_policy):
