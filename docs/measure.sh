@@ -9,7 +9,7 @@
 # The first engine on a machine compiles its kernels for a minute more. A smaller card is emulated by a second process
 # that holds the rest, and memory is counted as what the card has in use beyond what others had at the start: nothing
 # else may use the card meanwhile. The notebooks need nbclient; QWEN_COMPLETION=256 makes theirs shorter.
-set -u
+set -uo pipefail  # what a part prints is kept by tee: its own exit code is to count
 export COLAB_KIT_DASHBOARD=off PYTHONUNBUFFERED=1
 
 parts() { # "for how long" is measured where a part has run, otherwise (?) guessed
@@ -95,7 +95,6 @@ measure() {
       --utilization 0.3 | result ;;
   # Twenty minutes of faults at a T4's memory; its exit code says whether something was lost
   soak)
-    set -o pipefail
     python3 -m colab_kit.soak --minutes 20 --model llama31_8b $t4 --rank 32 --prompt 512 --completion 256 |
       tee "$out/soak.txt" ;;
   # A T4: which kernels a step runs, the trial of preflight(deep=True), float16 against bfloat16
@@ -149,7 +148,9 @@ sys.stdin.read()"
   read -r _ <&"${HOLD[0]}"
   echo "system memory left: $(free -b | awk '/Mem/ {print $7}') bytes"
   "${@:2}"
+  local status=$?
   kill "$HOLD_PID" || echo "the rest of the system memory was not held to the end"
+  return $status
 }
 
 notebook() {
