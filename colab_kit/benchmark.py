@@ -25,8 +25,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from .measure import measure, passes, soak
 from .shapes import SHAPES
@@ -65,23 +67,35 @@ def smaller_card(gib: float | None):
         process.wait()
 
 
+@contextlib.contextmanager
+def process_of_its_own(
+    arguments: list[str], seconds: float, environment: dict[str, str], stderr: Any
+) -> Iterator[subprocess.Popen]:
+    """`python -u -m` with `arguments`, its output to be read line by line, without a dashboard. It is killed after
+    `seconds`, and when the user stops whoever reads it: none is left that holds the card."""
+    command, environment = [sys.executable, "-u", "-m", *arguments], environment | {"COLAB_KIT_DASHBOARD": "off"}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True, errors="replace"
+    )
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        yield process
+    finally:
+        timer.cancel()
+        process.kill()
+        process.wait()
+
+
 def in_fresh_process(arguments: list[str], standby: int, timeout: float) -> Iterator[dict]:
     """The results of one configuration, each as soon as it is there."""
-    environment = os.environ | {"UNSLOTH_VLLM_STANDBY": str(standby), "COLAB_KIT_DASHBOARD": "off"}
-    command = [sys.executable, "-u", "-m", "colab_kit.benchmark", *arguments]
+    environment, start = os.environ | {"UNSLOTH_VLLM_STANDBY": str(standby)}, time.monotonic()
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
-        stop = threading.Timer(timeout, process.kill)
-        stop.start()
-        try:
+        with process_of_its_own(["colab_kit.benchmark", *arguments], timeout, environment, errors) as process:
             for line in process.stdout:
                 if line.startswith("RESULT "):
                     yield json.loads(line[7:])
-            code, in_time = process.wait(), stop.is_alive()
-        finally:  # also when the user stops it: none is left that holds the card
-            stop.cancel()
-            process.kill()
-            process.wait()
+            code, in_time = process.wait(), time.monotonic() - start < timeout
         if code:
             errors.seek(0)
             why = "\n".join(errors.read().strip().splitlines()[-3:])[-400:]

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -38,15 +37,11 @@ MARK = "TRIAL "
 
 def trial(key: str, seconds: float = SECONDS) -> tuple[list[tuple[str, str, str]], str]:
     """Runs the checks in a fresh process and prints each: ([(what, found, problem or "")], text for a report or "")."""
-    environment = {"UNSLOTH_VLLM_STANDBY": "1"} | os.environ | {"COLAB_KIT_DASHBOARD": "off"}
-    command, start = [sys.executable, "-m", "colab_kit.trial", key], time.monotonic()
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
-    timer = threading.Timer(seconds, process.kill)
-    timer.start()
+    from .benchmark import process_of_its_own, versions
+
+    environment, start = {"UNSLOTH_VLLM_STANDBY": "1"} | os.environ, time.monotonic()
     found, output = [], []
-    try:
+    with process_of_its_own(["colab_kit.trial", key], seconds, environment, subprocess.STDOUT) as process:
         for line in process.stdout:
             if line.startswith(MARK):
                 found.append(tuple(json.loads(line[len(MARK) :])))
@@ -54,10 +49,6 @@ def trial(key: str, seconds: float = SECONDS) -> tuple[list[tuple[str, str, str]
             else:
                 output.append(line)
         code = process.wait()
-    finally:
-        timer.cancel()
-        process.kill()
-        process.wait()
     if code and not any(problem for *_, problem in found):
         after = f"after {found[-1][0]!r}" if found else "at once"
         late = time.monotonic() - start >= seconds
@@ -65,7 +56,6 @@ def trial(key: str, seconds: float = SECONDS) -> tuple[list[tuple[str, str, str]
         found.append(("trial", f"ended {after}", f"{how}; its last words are in the report below"))
     if not any(problem for *_, problem in found):
         return found, ""
-    from .benchmark import versions
     from .preflight import read_gpu
 
     lines = [f"colab_kit trial {key!r} failed", versions(), str(read_gpu() or "no GPU")]
